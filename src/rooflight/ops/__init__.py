@@ -1,0 +1,42 @@
+"""Operators: what each is, its reference, gradient, cost and sample inputs. Imports torch only."""
+
+from rooflight.ops.activation import silu_and_mul
+from rooflight.ops.contract import REGISTRY, Cost, Make, Operator, backend
+from rooflight.ops.decode_attention import decode_attention, decode_attention_lse
+from rooflight.ops.linear import embedding, linear
+from rooflight.ops.logprobs import top_logprobs
+from rooflight.ops.merge_attention import merge_attention
+from rooflight.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
+from rooflight.ops.paged_attention import AttentionMeta
+from rooflight.ops.penalties import penalize_logits_
+from rooflight.ops.prefill_attention import prefill_attention, prefill_attention_lse
+from rooflight.ops.qk_norm_rope_cache import qk_norm_rope_cache_
+from rooflight.ops.rope import rope, rope_
+from rooflight.ops.sample import NO_TOKEN, sample
+
+__all__ = [
+    "NO_TOKEN",
+    "REGISTRY",
+    "AttentionMeta",
+    "Cost",
+    "Make",
+    "Operator",
+    "backend",
+    "decode_attention",
+    "decode_attention_lse",
+    "embedding",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "linear",
+    "merge_attention",
+    "penalize_logits_",
+    "prefill_attention",
+    "prefill_attention_lse",
+    "qk_norm_rope_cache_",
+    "rms_norm",
+    "rope",
+    "rope_",
+    "sample",
+    "silu_and_mul",
+    "top_logprobs",
+]

@@ -1,0 +1,79 @@
+"""Argument checks shared by the operators: each raises ValueError naming argument, wish and fact."""
+
+from __future__ import annotations
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def fail(argument: str, must: str, was: object) -> None:
+    raise ValueError(f"{argument} must {must}, was {was}")
+
+
+def is_float(argument: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        fail(argument, "be float32, float16, bfloat16 or float64", tensor.dtype)
+
+
+def is_integer(argument: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in INTEGERS:
+        fail(argument, "be int32 or int64", tensor.dtype)
+
+
+def has_dtype(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        fail(argument, f"be {dtype}", tensor.dtype)
+
+
+def has_shape(argument: str, tensor: torch.Tensor, *shape: int | None) -> None:
+    """Exact sizes; None leaves a dimension free."""
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wish = ", ".join("any" if n is None else str(n) for n in shape)
+        fail(argument, f"have shape ({wish})", tuple(tensor.shape))
+
+
+def has_rows(argument: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() < 1:
+        fail(argument, "have at least one dimension", "a scalar")
+
+
+def same_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.device != other.device:
+        fail(argument, f"be on {other.device}", tensor.device)
+
+
+def same_dtype(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        fail(argument, f"be {other.dtype}", tensor.dtype)
+
+
+def same_shape(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.shape != other.shape:
+        fail(argument, f"have shape {tuple(other.shape)}", tuple(tensor.shape))
+
+
+def no_overlap(argument: str, tensor: torch.Tensor) -> None:
+    """A tensor that is written must not hold the same element twice (an expanded tensor does)."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        fail(argument, "not be expanded (stride 0), since it is written", f"strides {tensor.stride()}")
+
+
+def logit_rows(logits: torch.Tensor, **rows: tuple[torch.Tensor, torch.dtype]) -> None:
+    """logits (num_seqs, vocab_size) FP32 with a vocabulary, and per-row parameters (num_seqs,) of their dtypes."""
+    has_dtype("logits", logits, torch.float32)
+    has_shape("logits", logits, None, None)
+    if logits.shape[1] == 0:
+        fail("logits", "have a vocabulary of at least one token", tuple(logits.shape))
+    for name, (tensor, dtype) in rows.items():
+        has_dtype(name, tensor, dtype)
+        has_shape(name, tensor, logits.shape[0])
+        same_device(name, tensor, logits)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision that operators compute in: FP64 for FP64, else FP32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,233 @@
+"""What prefill and decode attention over the paged KV cache share: metadata, checks, reference, composition, cost.
+
+    out_t = sum_j softmax_j(scale * q_t . k_j) v_j    over the keys j that token t may see
+
+All keys and values are read from the cache through the block table, those of the new tokens included. The mask is
+causal and lined up at the bottom right: the last new token sees every key, the one before all but the last.
+A window of W shows a token itself and the W - 1 keys before it. A row that sees nothing gives zeros and
+LSE -inf, never NaN; slots beyond a sequence's length are never read, whatever they hold. Scores, softmax and
+sums are FP32 (FP64 for FP64), LSE is the natural logarithm of the sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rooflight.ops import checks
+from rooflight.ops.checks import wide
+from rooflight.ops.contract import Cost, Make
+
+QUERY_BLOCK = 128  # rows of scores the reference holds at a time
+
+
+@dataclass(frozen=True)
+class AttentionMeta:
+    """Which tokens belong to which sequence, and where their keys are.
+
+    block_table: (num_seqs, max_pages) int32, physical page of each logical page. seq_lens: (num_seqs,) int32, keys of
+    each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens.
+    max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+def check_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    window: int,
+) -> None:
+    checks.is_float("q", q)
+    checks.has_shape("q", q, None, None, None)
+    checks.has_shape("k_cache", k_cache, None, None, None, q.shape[2])
+    checks.same_shape("v_cache", v_cache, k_cache)
+    if k_cache.shape[1] == 0 or q.shape[1] % k_cache.shape[1]:
+        checks.fail("q", f"have a multiple of num_kv_heads = {k_cache.shape[1]} heads", q.shape[1])
+    checks.has_shape("seq_lens", seq_lens, None)
+    checks.has_shape("block_table", block_table, seq_lens.shape[0], None)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.same_dtype(name, tensor, q)
+        checks.same_device(name, tensor, q)
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
+        checks.has_dtype(name, tensor, torch.int32)
+        checks.same_device(name, tensor, q)
+    if window < 0:
+        checks.fail("window", "be 0 (off) or more", window)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, first_key: int, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows q (rows, num_heads, head_dim) at positions first, first + 1, … over k, v (num_kv_heads, keys, head_dim),
+
+    whose key 0 is at position first_key. All query heads of a KV head are served by one product.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, keys, _ = k.shape
+    group = heads // kv_heads
+    grouped = wide(q).view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
+    scores = torch.bmm(grouped, wide(k).transpose(1, 2)).mul_(scale).view(kv_heads, group, rows, keys)
+    if rows > 1 or window or first + 1 < first_key + keys:
+        position = torch.arange(first, first + rows, device=q.device)[:, None]
+        key = torch.arange(first_key, first_key + keys, device=q.device)
+        hidden = key > position
+        if window:
+            hidden |= key <= position - window
+        scores.masked_fill_(hidden, float("-inf"))
+    peak = scores.amax(-1, keepdim=True) if keys else scores.new_full((*scores.shape[:3], 1), float("-inf"))
+    weights = torch.exp(scores - peak.masked_fill(peak == float("-inf"), 0))
+    total = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights.view(kv_heads, group * rows, keys), wide(v)).view(kv_heads, group, rows, dim)
+    out = out / total.masked_fill(total == 0, 1)
+    lse = (peak + total.log()).squeeze(-1)  # -inf + log 0 = -inf for a row that sees nothing
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype), lse.permute(2, 0, 1).reshape(rows, heads)
+
+
+def _pages(cache: torch.Tensor, table: torch.Tensor, first_page: int, length: int, first_key: int) -> torch.Tensor:
+    """Keys first_key … length - 1 of one sequence, (num_kv_heads, keys, head_dim), and nothing beyond."""
+    page_size = cache.shape[2]
+    pages = cache[table[first_page : -(-length // page_size)].long()]  # (pages, num_kv_heads, page_size, head_dim)
+    rows = pages.transpose(0, 1).flatten(1, 2)
+    return rows[:, first_key - first_page * page_size : length - first_page * page_size]
+
+
+def attend_sequence(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    length: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence's new tokens q, which end at position length - 1, a block of rows at a time."""
+    start = length - q.shape[0]  # position of the first new token; negative rows see nothing
+    first_key = max(0, start - window + 1) if window else 0
+    first_page = first_key // k_cache.shape[2]
+    k, v = (_pages(cache, table, first_page, length, first_key) for cache in (k_cache, v_cache))
+    parts = []
+    for row in range(0, q.shape[0], QUERY_BLOCK):
+        block = q[row : row + QUERY_BLOCK]
+        low = max(0, start + row - window + 1 - first_key) if window else 0
+        low = min(low, k.shape[1])
+        high = max(low, min(k.shape[1], start + row + block.shape[0] - first_key))
+        parts.append(_attend(block, k[:, low:high], v[:, low:high], start + row, first_key + low, scale, window))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def empty_result(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_zeros(q.shape), q.new_full(q.shape[:2], float("-inf"), dtype=accumulate)
+
+
+def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulate)
+
+
+def compose(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int,
+    *,
+    compute: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One key at a time from its page, one query row at a time, torch.softmax over the visible keys."""
+    out = torch.zeros(q.shape, dtype=compute, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=compute, device=q.device)
+    page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
+    starts = query_starts.tolist()
+    for index, length in enumerate(seq_lens.tolist()):
+        where = [divmod(position, page_size) for position in range(length)]
+        pages = [int(block_table[index, page]) for page, _ in where]
+        offsets = [offset for _, offset in where]
+        k, v = (
+            cache[pages, :, offsets].to(compute).repeat_interleave(group, 1) for cache in (k_cache, v_cache)
+        )  # (length, num_heads, head_dim)
+        for row in range(starts[index], starts[index + 1]):
+            end = length - (starts[index + 1] - row) + 1
+            begin = max(0, end - window) if window else 0
+            if end > begin:
+                scores = torch.einsum("hd,khd->hk", q[row].to(compute), k[begin:end]) * scale
+                out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v[begin:end])
+                lse[row] = torch.logsumexp(scores, -1)
+    return out, lse
+
+
+def host_lengths(args: Mapping[str, Any], hints: Mapping[str, Any], name: str) -> list[int]:
+    """Lengths for a cost: from the hints, or from a tensor that holds values (a fake one does not)."""
+    if name in hints:
+        return list(hints[name])
+    tensor = args[name]
+    if type(tensor) is not torch.Tensor or tensor.is_meta:
+        raise ValueError(f"hints must hold {name}: a list of lengths, since a fake tensor has no values")
+    return tensor.tolist()
+
+
+def attention_cost(args: Mapping[str, Any], lengths: Sequence[int], query_lens: Sequence[int]) -> Cost:
+    """K and V of every key that some row sees are read once a KV head; two products a visible pair and head."""
+    q, k_cache, window = args["q"], args["k_cache"], args["window"]
+    pairs = keys = 0
+    for length, rows in zip(lengths, query_lens, strict=True):
+        ends = range(length - rows + 1, length + 1)  # keys up to and including each row's own
+        pairs += sum(max(0, min(end, window) if window else end) for end in ends)
+        keys += min(length, window + rows - 1) if window else length
+    read = (q.numel() + 2 * keys * k_cache.shape[1] * q.shape[2]) * q.element_size() + 4 * args["block_table"].numel()
+    return Cost(
+        read,
+        q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1],
+        4 * pairs * q.shape[1] * q.shape[2],
+        unit="tensor",
+    )
+
+
+def paged_inputs(
+    make: Make,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int = 16,
+    poison: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k_cache, v_cache, block_table, seq_lens, query_starts with shuffled pages; unused slots hold `poison`."""
+    pages = [-(-length // page_size) for length in seq_lens]
+    num_pages = sum(pages) + 1
+    order = torch.randperm(num_pages, generator=make.generator()).tolist()
+    table = torch.zeros(len(seq_lens), max([*pages, 1]), dtype=torch.int32)
+    caches = [make.randn(num_pages, num_kv_heads, page_size, head_dim, salt=salt) for salt in (8, 9)]
+    used = torch.zeros(num_pages, page_size, dtype=torch.bool)
+    for index, (count, length) in enumerate(zip(pages, seq_lens, strict=True)):
+        own = [order.pop() for _ in range(count)]
+        table[index, :count] = torch.tensor(own, dtype=torch.int32)
+        for position in range(length):
+            used[own[position // page_size], position % page_size] = True
+    if poison is not None:
+        for cache in caches:
+            cache.masked_fill_(~used[:, None, :, None].to(make.device), poison)
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q = make.randn(sum(query_lens), num_heads, head_dim, salt=10)
+    lengths = torch.tensor(list(seq_lens), dtype=torch.int32)
+    k_cache, v_cache = caches
+    return q, k_cache, v_cache, table.to(make.device), lengths.to(make.device), starts.to(make.device)
