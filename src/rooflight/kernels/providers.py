@@ -1,0 +1,66 @@
+"""Which kernels exist, where they run, and which the tables choose."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from rooflight.ops.contract import REGISTRY
+
+TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
+    "fused_add_rms_norm": "norm",
+    "fused_add_rms_norm_": "norm",
+}
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels also run on the CPU, in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def status() -> dict[str, str]:
+    """Providers by name with one line each on whether and why they are there, for `rooflight info`."""
+    lines = {"ref": "plain PyTorch, on every device"}
+    if importlib.util.find_spec("triton") is None:
+        lines["triton"] = "not installed"
+    elif interpreting():
+        lines["triton"] = "in the CPU interpreter (TRITON_INTERPRET=1), for tests"
+    elif torch.version.cuda is None:
+        lines["triton"] = "installed, but this PyTorch is a CPU build"
+    elif not torch.cuda.is_available():
+        lines["triton"] = "installed, but no GPU is visible"
+    else:
+        lines["triton"] = "on " + torch.cuda.get_device_name()
+    lines["cuda"] = "no compiled kernels in this version"
+    return lines
+
+
+def attach_all() -> None:
+    """Attach every kernel that this installation can run."""
+    if importlib.util.find_spec("triton") is not None:
+        devices = ["cuda"] if not interpreting() else ["cuda", "cpu"]
+        for operator, module in TRITON.items():
+            REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
+
+
+def _lazy(module: str, launcher: str) -> Callable[..., Any]:
+    """A launcher that imports its module, and with it Triton, at its first call."""
+
+    @cache
+    def load() -> Callable[..., Any]:
+        if interpreting():
+            from rooflight.kernels.triton import interpreter
+
+            interpreter.repair()
+        return getattr(importlib.import_module(module), launcher)  # type: ignore[no-any-return]
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return load()(*args, **kwargs)
+
+    return launch

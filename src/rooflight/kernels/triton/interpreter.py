@@ -1,0 +1,58 @@
+"""Repair of bf16 in Triton's CPU interpreter, so that kernels can be tested on a machine without a GPU.
+
+Two faults, seen in Triton 3.6 and 3.9: a store of FP32 as bf16 truncates instead of rounding, and `tl.dot` multiplies
+the raw bits of bf16 operands. With the repair rounding is bit-exact to nearest even. Races, atomics under contention,
+programmatic launches and TMA cannot be tested in the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def enabled() -> bool:
+    """Whether this process runs Triton kernels in the interpreter (TRITON_INTERPRET=1 before Triton's import)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """FP32 to the bits of bf16, nearest even; every NaN becomes the quiet NaN 0x7FC0."""
+    bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded
+
+
+def repair() -> None:
+    """Patch the interpreter of this process; calling it again changes nothing."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+    if getattr(original, "repaired", False):
+        return
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            floats = np.frombuffer(values.tobytes(), np.float32).reshape(values.shape)
+            return round_to_bf16(floats)
+        return original(values, source, target, rounding)
+
+    def dot(self: Any, a: Any, b: Any, c: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        product = np.matmul(upcast(a), upcast(b), dtype=c.data.dtype)
+        return interpreter.TensorHandle(product + c.data, c.dtype.scalar)
+
+    def upcast(operand: Any) -> Any:
+        narrow = operand.dtype.is_bf16() or (operand.dtype.is_floating() and operand.dtype.primitive_bitwidth == 8)
+        if narrow:
+            bits = original(operand.data, operand.dtype, tl.float32, None)
+            return bits.view(np.float32).reshape(operand.data.shape)
+        return operand.data.astype(np.float32) if operand.data.dtype.kind == "f" else operand.data
+
+    convert.repaired = True  # type: ignore[attr-defined]
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = dot
