@@ -1,0 +1,64 @@
+"""How long a context and how many pages a machine can hold."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from rooflight.models.config import ModelConfig
+
+CPU_CONTEXT = 8192  # a longer default context would reserve gigabytes nobody asked for
+SHARE = 0.9  # of the memory that is free after the weights
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of the KV cache: tokens a request may have, and pages in the pool."""
+
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    bytes: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on the device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_cache(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
+    num_pages: int | None = None,
+    page_size: int = 16,
+) -> CachePlan:
+    """Default: the model's context (at most 8192 tokens on a CPU), and pages for one request that fills it.
+
+    Raises ValueError, with both numbers, for a context beyond the model's and for a cache that does not fit into
+    the memory that is free.
+    """
+    context = config.max_position_embeddings
+    if page_size < 1:
+        raise ValueError(f"page_size must be 1 or more, was {page_size}")
+    if max_model_len is None:
+        max_model_len = min(context, CPU_CONTEXT) if device.type == "cpu" else context
+    if not 1 <= max_model_len <= context:
+        raise ValueError(f"max_model_len must be from 1 to the model's context of {context}, was {max_model_len}")
+    if num_pages is None:
+        num_pages = -(-max_model_len // page_size)
+    if num_pages < 1:
+        raise ValueError(f"num_pages must be 1 or more, was {num_pages}")
+    need, free = num_pages * page_size * config.kv_bytes_per_token(dtype), free_bytes(device)
+    if need > SHARE * free:
+        raise ValueError(
+            f"max_model_len must be smaller: a KV cache of {num_pages} pages of {page_size} tokens takes "
+            f"{need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on {device}"
+        )
+    return CachePlan(max_model_len, num_pages, page_size, need)
