@@ -1,0 +1,180 @@
+"""The decoder: one module for every family, written in `rooflight.ops` and driven by a `ModelConfig`.
+
+A layer, on `num_tokens` rows of one or many sequences laid end to end:
+
+    hidden, residual = fused_add_rms_norm(hidden, residual)     every norm but the very first
+    q, k, v          = linear(hidden, packed qkv)               split by views
+    q                = head norm and RoPE; k the same and into the cache, v into the cache
+    hidden           = linear(attention(q, cache), o)
+    hidden, residual = fused_add_rms_norm(hidden, residual)
+    hidden           = linear(silu_and_mul(linear(hidden, packed gate_up)), down)
+
+It knows neither requests nor devices: shapes depend only on `num_tokens` and `num_seqs`, nothing is read back to
+the host, so the same code runs eagerly, inside a CUDA graph and under fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooflight import ops
+from rooflight.models.communicator import Communicator, SingleRank
+from rooflight.models.config import ModelConfig
+from rooflight.models.rope_table import rope_table
+from rooflight.models.shapes import parameter_shapes
+
+KvCache = tuple[torch.Tensor, torch.Tensor]  # k, v: (num_pages, num_kv_heads, page_size, head_dim)
+
+
+class Linear(nn.Module):
+    """A packed projection. A module of its own, so that a quantised one can take its place."""
+
+    weight: torch.Tensor  # (out, in)
+    bias: torch.Tensor | None  # (out)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with their norms."""
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+    def __init__(self, config: ModelConfig, index: int, communicator: Communicator) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of q, k, v
+        self.packed_heads = sum(self.heads)
+        self.q_width = config.num_heads * config.head_dim
+        self.window = config.sliding_windows[index]
+        self.communicator = communicator
+        self.qkv, self.o, self.gate_up, self.down = Linear(), Linear(), Linear(), Linear()
+        self.register_parameter("q_norm", None)
+        self.register_parameter("k_norm", None)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: KvCache,
+        slots: torch.Tensor,
+        meta: ops.AttentionMeta,
+        decode: bool,
+    ) -> torch.Tensor:
+        """`hidden` (num_tokens, hidden_size) is normalised already; `residual` is updated in place."""
+        num_tokens = hidden.shape[0]
+        k_cache, v_cache = cache
+        qkv = self.qkv(hidden).view(num_tokens, self.packed_heads, self.head_dim)  # (tokens, heads, head_dim)
+        # Views (tokens, heads, head_dim) with rows of the packed width. 2 us; through Tensor.split it is 6.
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)
+        ops.qk_norm_rope_cache_(
+            q, k, v, self.q_norm, self.k_norm, cos_sin, positions, slots, k_cache, v_cache, self.eps
+        )
+        attention = ops.decode_attention if decode else ops.prefill_attention
+        mixed = attention(q, k_cache, v_cache, meta, window=self.window)  # (tokens, q heads, head_dim)
+        hidden = self.communicator.all_reduce(self.o(mixed.view(num_tokens, self.q_width)))  # (tokens, hidden_size)
+        ops.fused_add_rms_norm_(hidden, residual, self.post_norm, self.eps)
+        gated = ops.silu_and_mul(self.gate_up(hidden))  # (tokens, intermediate_size)
+        reduced: torch.Tensor = self.communicator.all_reduce(self.down(gated))  # (tokens, hidden_size)
+        return reduced
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head. Weights are uninitialised until a loader fills them.
+
+    `device` may be "meta" where only shapes are asked; `dtype` defaults to the config's. Parameters do not require
+    gradients. Canonical parameter names are those of `shapes.parameter_shapes`.
+    """
+
+    embed: torch.Tensor
+    norm: torch.Tensor
+    cos_sin: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        communicator: Communicator | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.communicator = communicator if communicator is not None else SingleRank()
+        if self.communicator.size != 1:
+            raise ValueError(f"communicator must have one rank (weights are not cut), had {self.communicator.size}")
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, self.communicator) for index in range(config.num_layers)
+        )
+        self.head = Linear()
+        for name, shape in parameter_shapes(config).items():
+            owner, _, attribute = name.rpartition(".")
+            data = torch.empty(shape, device=device, dtype=dtype or config.dtype)
+            self.get_submodule(owner).register_parameter(attribute, nn.Parameter(data, requires_grad=False))
+        self._tie()
+        table = rope_table(config.rope, config.head_dim, config.max_position_embeddings, device)
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def _tie(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.head.weight = self.embed
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves and casts as every module does, except that the RoPE table stays FP32 and keeps its values."""
+        table = self.cos_sin
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()  # to_empty() replaces each parameter by its own
+        device = self.cos_sin.device
+        if table.is_meta and device.type != "meta":  # to_empty() of a decoder built for its shapes
+            config = self.config
+            table = rope_table(config.rope, config.head_dim, config.max_position_embeddings, device)
+        self.cos_sin = table.to(device)
+        return self
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[KvCache],
+        slots: torch.Tensor,
+        meta: ops.AttentionMeta,
+        decode: bool,
+    ) -> torch.Tensor:
+        """Runs `num_tokens` new tokens and writes their keys and values into the caches.
+
+        ids, positions, slots: (num_tokens) int64; a token at slot -1 is not written. caches: one (k, v) a layer.
+        decode: one token a sequence (num_tokens = num_seqs) and the decode kernel; otherwise the prefill one.
+        Returns (num_tokens, hidden_size) after the final norm.
+        """
+        eps = self.config.rms_norm_eps
+        residual = self.communicator.all_reduce(ops.embedding(ids, self.embed))  # (tokens, hidden_size)
+        hidden: torch.Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            input_norm: torch.Tensor = layer.input_norm  # type: ignore[assignment]
+            if hidden is None:
+                hidden = ops.rms_norm(residual, input_norm, eps)
+            else:
+                ops.fused_add_rms_norm_(hidden, residual, input_norm, eps)
+            hidden = layer(hidden, residual, positions, self.cos_sin, cache, slots, meta, decode)
+        assert hidden is not None  # there is at least one layer
+        ops.fused_add_rms_norm_(hidden, residual, self.norm, eps)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden_size) to (rows, vocab_size) FP32; the caller picks the rows it needs."""
+        return self.communicator.all_gather(self.head(hidden), dim=-1).float()
