@@ -121,7 +121,7 @@ class Operator:
             checked = _with_checks(implementation, self.check)
             for device_type in device_types:
                 LIBRARY.impl(overload_name, checked, device_type.upper())
-        torch.library.register_fake(f"{NAMESPACE}::{overload_name}", self.fake, lib=LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{overload_name}", _with_checks(self.fake, self.check), lib=LIBRARY)
         overload = getattr(getattr(torch.ops.rooflight, self.name), provider)
         self.providers[provider] = overload
         if self.mutates:

@@ -13,6 +13,7 @@ import torch
 from rooflight.ops import checks
 from rooflight.ops.contract import Args, Cost, Make, define
 from rooflight.ops.paged_attention import (
+    ATTENTION_TOLERANCE,
     AttentionMeta,
     attend_sequence,
     attention_cost,
@@ -142,6 +143,7 @@ DECODE_ATTENTION = define(
     inputs=_inputs,
     check=_check_decode,
     capturable_reference=False,
+    tolerance=ATTENTION_TOLERANCE,
     sweep=[{"seq_lens": lens} for lens in ((), (1,), (0,), (1, 3, 17, 32), (16, 15, 130))]
     + [{"seq_lens": (10, 3), "window": window} for window in (1, 4, 10, 50)]
     + [

@@ -101,6 +101,7 @@ LINEAR = define(
 
 def _check_embedding(ids: torch.Tensor, weight: torch.Tensor) -> None:
     checks.is_integer("ids", ids)
+    checks.is_float("weight", weight)
     checks.has_shape("weight", weight, None, None)
     checks.same_device("weight", weight, ids)
 

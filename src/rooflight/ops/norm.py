@@ -87,8 +87,8 @@ def _check_add_norm_in_place(x: torch.Tensor, residual: torch.Tensor, weight: to
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     values = wide(x)
-    inverse = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return (values * inverse * weight.to(values.dtype)).to(x.dtype, memory_format=torch.contiguous_format)
+    inverse = torch.rsqrt(values.square().mean(-1, keepdim=True).add_(eps))
+    return (values * inverse).mul_(weight).to(x.dtype, memory_format=torch.contiguous_format)
 
 
 def _add_reference(

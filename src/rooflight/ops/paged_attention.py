@@ -23,6 +23,11 @@ from rooflight.ops.contract import Cost, Make
 
 QUERY_BLOCK = 128  # rows of scores the reference holds at a time
 
+# Twice the usual bound: scores are sums over head_dim inside an exponential, and the matrix library sums them in another
+# order for another number of rows, so two right compositions differ by more than either rounds (seen: 2.4x in FP32 at
+# head_dim 128 and 256 on an H200, one element in 10,000).
+ATTENTION_TOLERANCE = 4.0
+
 
 @dataclass(frozen=True)
 class AttentionMeta:
@@ -78,28 +83,31 @@ def _attend(
     group = heads // kv_heads
     grouped = wide(q).view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
     scores = torch.bmm(grouped, wide(k).transpose(1, 2)).mul_(scale).view(kv_heads, group, rows, keys)
-    if rows > 1 or window or first + 1 < first_key + keys:
-        position = torch.arange(first, first + rows, device=q.device)[:, None]
-        key = torch.arange(first_key, first_key + keys, device=q.device)
-        hidden = key > position
-        if window:
-            hidden |= key <= position - window
-        scores.masked_fill_(hidden, float("-inf"))
-    peak = scores.amax(-1, keepdim=True) if keys else scores.new_full((*scores.shape[:3], 1), float("-inf"))
-    weights = torch.exp(scores - peak.masked_fill(peak == float("-inf"), 0))
+    masked = keys == 0 or rows > 1 or window > 0 or first + 1 < first_key + keys
+    if masked:
+        scores.masked_fill_(_hidden(q.device, rows, keys, first, first_key, window), float("-inf"))
+    peak = scores.amax(-1, keepdim=True) if keys else scores.new_full((kv_heads, group, rows, 1), float("-inf"))
+    # A row that sees nothing has peak -inf and total 0: its weights must come out as 0, not as NaN.
+    weights = torch.exp(scores - (peak.masked_fill(peak == float("-inf"), 0) if masked else peak))
     total = weights.sum(-1, keepdim=True)
     out = torch.bmm(weights.view(kv_heads, group * rows, keys), wide(v)).view(kv_heads, group, rows, dim)
-    out = out / total.masked_fill(total == 0, 1)
-    lse = (peak + total.log()).squeeze(-1)  # -inf + log 0 = -inf for a row that sees nothing
+    out = out / (total.masked_fill(total == 0, 1) if masked else total)
+    lse = (peak + total.log()).squeeze(-1)
     return out.permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype), lse.permute(2, 0, 1).reshape(rows, heads)
 
 
-def _pages(cache: torch.Tensor, table: torch.Tensor, first_page: int, length: int, first_key: int) -> torch.Tensor:
-    """Keys first_key … length - 1 of one sequence, (num_kv_heads, keys, head_dim), and nothing beyond."""
-    page_size = cache.shape[2]
-    pages = cache[table[first_page : -(-length // page_size)].long()]  # (pages, num_kv_heads, page_size, head_dim)
-    rows = pages.transpose(0, 1).flatten(1, 2)
-    return rows[:, first_key - first_page * page_size : length - first_page * page_size]
+def _hidden(device: torch.device, rows: int, keys: int, first: int, first_key: int, window: int) -> torch.Tensor:
+    """(rows, keys) bool: the keys that a row may not see."""
+    position = torch.arange(first, first + rows, device=device)[:, None]
+    key = torch.arange(first_key, first_key + keys, device=device)
+    hidden = key > position
+    return hidden | (key <= position - window) if window else hidden
+
+
+def _pages(cache: torch.Tensor, pages: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Rows first … last - 1 of the given pages laid end to end, (num_kv_heads, keys, head_dim)."""
+    # Along dimension 0: index_select along another one first copies the whole cache.
+    return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, first:last]
 
 
 def attend_sequence(
@@ -114,8 +122,11 @@ def attend_sequence(
     """Attention of one sequence's new tokens q, which end at position length - 1, a block of rows at a time."""
     start = length - q.shape[0]  # position of the first new token; negative rows see nothing
     first_key = max(0, start - window + 1) if window else 0
-    first_page = first_key // k_cache.shape[2]
-    k, v = (_pages(cache, table, first_page, length, first_key) for cache in (k_cache, v_cache))
+    page_size = k_cache.shape[2]
+    first_page = first_key // page_size
+    pages = table[first_page : -(-length // page_size)]
+    offset = first_page * page_size
+    k, v = (_pages(cache, pages, first_key - offset, length - offset) for cache in (k_cache, v_cache))
     parts = []
     for row in range(0, q.shape[0], QUERY_BLOCK):
         block = q[row : row + QUERY_BLOCK]

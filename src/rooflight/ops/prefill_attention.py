@@ -14,6 +14,7 @@ import torch
 from rooflight.ops import checks
 from rooflight.ops.contract import Args, Cost, Make, define
 from rooflight.ops.paged_attention import (
+    ATTENTION_TOLERANCE,
     AttentionMeta,
     attend_sequence,
     attention_cost,
@@ -145,6 +146,7 @@ PREFILL_ATTENTION = define(
     inputs=_inputs,
     check=_check_prefill,
     capturable_reference=False,
+    tolerance=ATTENTION_TOLERANCE,
     sweep=[{"seq_lens": s, "query_lens": q} for s, q in _SHAPES]
     + [{"seq_lens": (10, 3), "query_lens": (7, 3), "window": window} for window in (1, 4, 10, 50)]
     + [

@@ -106,20 +106,24 @@ def _reference(
     eps: float = 1e-6,
     interleaved: bool = False,
 ) -> None:
-    q_wide, k_wide = wide(q), wide(k)
-    cos, sin = look_up(cos_sin, positions, q_wide.dtype)
-    q.copy_(rotate(_head_norm(q_wide, q_weight, eps), cos, sin, interleaved))
-    keys = rotate(_head_norm(k_wide, k_weight, eps), cos, sin, interleaved).to(k.dtype)
-    write_slots(k_cache, slots, keys)
-    write_slots(v_cache, slots, v)
+    # Q and K turn by the same angles: one rotation of (num_tokens, num_heads + num_kv_heads, head_dim).
+    heads = torch.cat((_head_norm(wide(q), q_weight, eps), _head_norm(wide(k), k_weight, eps)), 1)
+    heads = rotate(heads, *look_up(cos_sin, positions, heads.dtype), interleaved)
+    q.copy_(heads[:, : q.shape[1]])
+    write_slots(k_cache, v_cache, slots, heads[:, q.shape[1] :].to(k.dtype), v)
 
 
-def write_slots(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows (num_tokens, num_kv_heads, head_dim) to their slots; -1 is left out, never the last slot."""
+def write_slots(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write k, v (num_tokens, num_kv_heads, head_dim) to their slots; -1 is left out, never the last slot."""
     if bool((slots < 0).any()):
-        rows, slots = rows[slots >= 0], slots[slots >= 0]
-    page_size = cache.shape[2]
-    cache[slots // page_size, :, slots % page_size] = rows
+        used = slots >= 0
+        k, v, slots = k[used], v[used], slots[used]
+    page_size = k_cache.shape[2]
+    pages, offsets = slots // page_size, slots % page_size
+    k_cache[pages, :, offsets] = k
+    v_cache[pages, :, offsets] = v
 
 
 def _composition(

@@ -103,7 +103,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 def look_up(cos_sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of every token, (num_tokens, 1, rotary_dim / 2), in the computing precision."""
-    cos, sin = cos_sin[positions].to(dtype).unsqueeze(1).chunk(2, -1)
+    cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, -1)
     return cos, sin
 
 
@@ -158,7 +158,8 @@ def _composition(
         head = x[..., : 2 * half].to(compute)
         order = (*x.shape[:-1], half, 2) if interleaved else (*x.shape[:-1], 2, half)
         pairs = head.reshape(order) if interleaved else head.reshape(order).transpose(-1, -2)
-        turned = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * turn)
+        product = torch.complex(pairs[..., 0], pairs[..., 1]) * turn
+        turned = torch.stack((product.real, product.imag), -1)
         flat = (turned if interleaved else turned.transpose(-1, -2)).reshape(head.shape)
         return torch.cat((flat, x[..., 2 * half :].to(compute)), -1)
 

@@ -1,8 +1,9 @@
 """Repair of bf16 in Triton's CPU interpreter, so that kernels can be tested on a machine without a GPU.
 
-Two faults, seen in Triton 3.6 and 3.9: a store of FP32 as bf16 truncates instead of rounding, and `tl.dot` multiplies
-the raw bits of bf16 operands. With the repair rounding is bit-exact to nearest even. Races, atomics under contention,
-programmatic launches and TMA cannot be tested in the interpreter.
+Three faults, seen in Triton 3.9, two of them also in 3.6: a store of FP32 as bf16 truncates instead of rounding,
+`tl.dot` multiplies the raw bits of bf16 operands, and denormal bf16 becomes other values in FP32. With the repair
+rounding is bit-exact to nearest even. Races, atomics under contention, programmatic launches and TMA cannot be tested
+in the interpreter.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def repair() -> None:
         if source == tl.float32 and target == tl.bfloat16:
             floats = np.frombuffer(values.tobytes(), np.float32).reshape(values.shape)
             return round_to_bf16(floats)
+        if source == tl.bfloat16 and target == tl.float32:
+            return (np.frombuffer(values.tobytes(), np.uint16).astype(np.uint32) << 16).reshape(values.shape)
         return original(values, source, target, rounding)
 
     def dot(self: Any, a: Any, b: Any, c: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
@@ -49,7 +52,7 @@ def repair() -> None:
     def upcast(operand: Any) -> Any:
         narrow = operand.dtype.is_bf16() or (operand.dtype.is_floating() and operand.dtype.primitive_bitwidth == 8)
         if narrow:
-            bits = original(operand.data, operand.dtype, tl.float32, None)
+            bits = convert(operand.data, operand.dtype, tl.float32, None)
             return bits.view(np.float32).reshape(operand.data.shape)
         return operand.data.astype(np.float32) if operand.data.dtype.kind == "f" else operand.data
 
