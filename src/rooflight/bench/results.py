@@ -1,0 +1,36 @@
+"""Results on disk: JSON with everything, CSV with the rows. Never read at run time."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def write(folder: Path, name: str, data: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write `name`.json and `name`.csv (the rows, nested values as dotted columns) into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    as_json, as_csv = folder / f"{name}.json", folder / f"{name}.csv"
+    as_json.write_text(json.dumps(data, indent=1) + "\n")
+    rows = [_flat(row) for row in data["rows"]]
+    with as_csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=_columns(rows), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return as_json, as_csv
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))

@@ -1,0 +1,82 @@
+"""`rooflight bench …`: measure and record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rooflight.bench import results
+from rooflight.bench.request import RequestReport, RequestSetup, run
+
+app = typer.Typer(no_args_is_help=True, help="Measure operators and engines, each figure next to its limit.")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure operators and engines, each figure next to its limit."""
+
+
+@app.command()
+def request(
+    model: Annotated[
+        str | None, typer.Option(help="Folder, .gguf file or hub name; default: the embedded one.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="An engine to run beside ours: transformers.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16 or fp16; repeat for several.")] = None,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(help="Prompt lengths; repeat for several.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are compared.")] = 7,
+    threads: Annotated[int, typer.Option(help="CPU threads of every engine; 0 means all cores.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for JSON and CSV.")] = Path("results/cpu"),
+) -> None:
+    """Time to first token and per token of single requests, ours and peers interleaved.
+
+    Example: rooflight bench request --peer transformers --dtype fp32 --dtype bf16
+    """
+    setup = RequestSetup(
+        model=model,
+        peers=tuple(peer or ()),
+        dtypes=tuple(dtype or ("fp32",)),
+        prompts=tuple(prompt_tokens or (32, 128, 512)),
+        max_tokens=max_tokens,
+        rounds=rounds,
+        threads=threads or os.cpu_count() or 1,
+    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting")
+        report = run(setup, lambda what, done, of: bar.update(task, description=what, completed=done, total=of))
+    Console().print(_table(report))
+    for name, reason in report.absent.items():
+        typer.echo(f"{name}: {reason}")
+    for path in results.write(out, "request", report.as_data()):
+        typer.echo(f"wrote {path}")
+
+
+def _table(report: RequestReport) -> Table:
+    bandwidth = report.read_bandwidth / 1e9
+    table = Table(title=f"one request, {report.setup.threads} threads, memory read at {bandwidth:.1f} GB/s")
+    for column in ("engine", "dtype", "prompt", "first token ms", "per token ms", "limit ms", "of limit", "tok/s"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    table.add_column("ours faster by", justify="right")
+    for row in report.rows:
+        first, token = row.first_token_ms, row.per_token_ms
+        faster = "" if row.per_token_ratio is None else f"{row.first_token_ratio:.2f}x / {row.per_token_ratio:.2f}x"
+        table.add_row(
+            f"{row.engine} {row.version}",
+            row.dtype,
+            str(row.prompt_tokens),
+            f"{first.median:.0f} ({first.low:.0f}-{first.high:.0f})",
+            f"{token.median:.1f} ({token.low:.1f}-{token.high:.1f})",
+            f"{row.limit_ms:.1f}",
+            f"{row.limit_ms / token.median:.0%}",
+            f"{row.tokens_per_second:.1f}",
+            faster,
+        )
+    return table

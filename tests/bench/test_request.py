@@ -1,0 +1,100 @@
+"""The request benchmark: what it computes, what it refuses, and one real run on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooflight.bench import results
+from rooflight.bench.measurement import RequestTiming, Spread
+from rooflight.bench.process import ContenderProcess, missing
+from rooflight.bench.request import RequestSetup, _leading_equal, _prompt, run
+from rooflight.models.load import load_config
+from tests.models.tiny import reference_model, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save(reference_model("qwen3"), path)
+    return path
+
+
+def test_spread_is_median_and_extremes_in_the_unit_asked_for() -> None:
+    assert Spread.of([0.003, 0.001, 0.002], 1e3) == Spread(median=2.0, low=1.0, high=3.0)
+
+
+def test_time_per_token_leaves_the_first_token_out() -> None:
+    assert RequestTiming(first_token=1.0, total=2.5, tokens=(1, 2, 3, 4)).per_token == pytest.approx(0.5)
+
+
+def test_prompts_are_the_same_for_the_same_seed() -> None:
+    assert _prompt(1000, 5, 0) == _prompt(1000, 5, 0) != _prompt(1000, 5, 1)
+    assert all(0 <= token < 7 for token in _prompt(7, 100, 0))
+
+
+def test_leading_equal_counts_up_to_the_first_difference() -> None:
+    assert [_leading_equal((1, 2, 3), other) for other in ((1, 2, 3), (1, 9, 3), (9, 2, 3))] == [3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rounds": 0}, "rounds must be 1 or more, was 0"),
+        ({"threads": 0}, "threads must be 1 or more, was 0"),
+        ({"max_tokens": 1}, "max_tokens must be 2 or more"),
+        ({"prompts": ()}, "prompts must be lengths"),
+        ({"prompts": (0,)}, "prompts must be lengths"),
+        ({"dtypes": ("fp9",)}, "dtype must be one of fp32, bf16, fp16, was 'fp9'"),
+        ({"peers": ("vlm",)}, "peer must be one of transformers, was 'vlm'"),
+    ],
+)
+def test_setup_refuses_what_it_cannot_measure(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RequestSetup(model=None, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_peer_that_is_not_installed_is_named_and_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert missing("transformers") == "not installed"
+    setup = RequestSetup(str(folder), peers=("transformers",), prompts=(4,), max_tokens=2, rounds=1)
+    report = run(setup)
+    assert report.absent == {"transformers": "not installed"}
+    assert [row.engine for row in report.rows] == ["rooflight"]
+
+
+def test_a_model_that_cannot_be_loaded_ends_with_the_workers_words(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match=r"rooflight could not load the model: .*config.json"):
+        ContenderProcess("rooflight", str(tmp_path), "fp32", "cpu", 1)
+
+
+def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:
+    setup = RequestSetup(str(folder), ("transformers",), ("fp32",), prompts=(5, 20), max_tokens=6, rounds=2)
+    steps: list[tuple[int, int]] = []
+    report = run(setup, lambda what, done, of: steps.append((done, of)))
+    assert steps[-1] == (6, 6)
+    assert [(row.engine, row.prompt_tokens) for row in report.rows] == [
+        ("rooflight", 5),
+        ("transformers", 5),
+        ("rooflight", 20),
+        ("transformers", 20),
+    ]
+    limit = load_config(str(folder)).weight_bytes_per_token(torch.float32) / report.read_bandwidth * 1e3
+    for ours, peer in (report.rows[:2], report.rows[2:]):
+        assert peer.same_tokens == peer.new_tokens == 6  # greedy in FP32: the same model was measured
+        assert peer.per_token_ratio == pytest.approx(peer.per_token_ms.median / ours.per_token_ms.median)
+        assert ours.per_token_ratio is None
+        assert ours.limit_ms == pytest.approx(limit)
+        assert 0 < ours.per_token_ms.low <= ours.per_token_ms.median <= ours.per_token_ms.high
+        assert ours.tokens_per_second == pytest.approx(1e3 / ours.per_token_ms.median)
+    as_json, as_csv = results.write(tmp_path, "request", report.as_data())
+    data = json.loads(as_json.read_text())
+    with as_csv.open() as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[1]["per_token_ms.median"]) == data["rows"][1]["per_token_ms"]["median"]
+    assert rows[0]["per_token_ratio"] == ""
+    assert data["environment"]["threads"] == 1
