@@ -65,7 +65,7 @@ class Engine:
             max_len=min(len(prompt) + params.max_tokens, context),
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            end_ids=frozenset(token for token in ends if token < vocabulary),
+            end_ids=frozenset(token for token in ends if 0 <= token < vocabulary),
         )
         request = Request(sequence, TextStream(self.tokenizer, tuple(params.stop)), time.perf_counter())
         self.scheduler.add(sequence)
@@ -84,8 +84,8 @@ class Engine:
         chunks = self._finish_empty()
         plan = self.scheduler.plan()
         if plan is not None:
-            logits = self.runner.run(plan)
             sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
+            logits = self.runner.run(plan)
             tokens = sample_tokens(logits, sampling) if sampling else []
             sampled = {s.request_id: token for s, token in zip(sampling, tokens, strict=True)}
             now = time.perf_counter()

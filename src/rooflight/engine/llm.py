@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from rooflight.engine.core import Engine
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.memory import plan_cache
 from rooflight.engine.outputs import Chunk, Completion
-from rooflight.engine.params import SamplingParams
+from rooflight.engine.params import SamplingParams, whole
 from rooflight.engine.runner import Runner
 from rooflight.engine.scheduler import Scheduler
 from rooflight.models.load import load_model
@@ -29,7 +32,9 @@ class LLM:
     dtype: "auto" (the file's), "fp32", "bf16", "fp16" or a torch dtype. device: "auto" (a GPU if there is one).
     max_model_len: most tokens of prompt and answer together. num_pages, page_size: the KV pool, allocated once.
     max_num_seqs: most requests that decode together. prefill_chunk: prompt tokens a step.
-    progress: called with (bytes loaded, bytes in all). Raises ValueError for arguments and files that are wrong.
+    skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
+    progress: called with (bytes loaded, bytes in all). Raises ValueError for arguments and files that are wrong,
+    FileNotFoundError for a folder without tokenizer.json.
     """
 
     def __init__(
@@ -43,17 +48,17 @@ class LLM:
         page_size: int = 16,
         max_num_seqs: int = 8,
         prefill_chunk: int = 512,
+        skip_tokenizer: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, was {value}")
+            whole(name, value, 1, None)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
         self.config = loaded.config
         self.decoder = loaded.decoder
-        self.tokenizer = _tokenizer(loaded.tokenizer_files)
+        self.tokenizer = None if skip_tokenizer else _tokenizer(loaded.tokenizer_files)
         kv_dtype = self.decoder.embed.dtype
         plan = plan_cache(
             self.config,
@@ -68,6 +73,7 @@ class LLM:
         scheduler = Scheduler(plan.num_pages, page_size, max_num_seqs, prefill_chunk)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(Runner(self.decoder, cache, plan.max_model_len), scheduler, self.tokenizer, ends)
+        self._inboxes: dict[int, deque[Chunk]] = {}  # per open request: chunks that its reader has not taken yet
 
     def generate(
         self,
@@ -83,19 +89,14 @@ class LLM:
         options = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(options) != len(many):
             raise ValueError(f"params must be one or as many as prompts = {len(many)}, was {len(options)}")
-        order: dict[int, int] = {}
-        results: dict[int, Completion] = {}
+        opened: list[Generator[Chunk, None, None]] = []
         try:
-            for index, (prompt, option) in enumerate(zip(many, options, strict=True)):
-                order[self.engine.submit(self.encode(prompt), option)] = index
-            while self.engine.busy:
-                for request_id, chunk in self.engine.step():
-                    if chunk.completion is not None:
-                        results[order[request_id]] = chunk.completion
+            for prompt, option in zip(many, options, strict=True):
+                opened.append(self._open(self.encode(prompt), option))
+            return [chunk.completion for chunks in opened for chunk in chunks if chunk.completion is not None]
         finally:
-            for request_id in order:
-                self.engine.abort(request_id)
-        return [results[index] for index in range(len(many))]
+            for chunks in opened:
+                chunks.close()
 
     def chat(self, messages: str | Messages, params: SamplingParams | None = None, **template: Any) -> Completion:
         """Answer a conversation: [{"role": "user", "content": …}, …] or one user text.
@@ -106,31 +107,48 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Like `generate` for one prompt, or `chat` for a list of messages, a chunk at a time.
 
-        Errors in the arguments are raised by this call, before the first chunk. Closing the iterator frees the
-        request's memory.
+        Errors in the arguments are raised by this call, before the first chunk. Closing or dropping the iterator frees
+        the request's memory. Several may be open at once and be read in any order: they decode together.
         """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if template and not is_chat:
+            raise ValueError(f"prompt must be a list of messages for template keywords, which were {sorted(template)}")
         ids = self.encode_chat(prompt, **template) if is_chat else self.encode(prompt)  # type: ignore[arg-type]
-        return self._chunks(self.engine.submit(ids, params or SamplingParams()))
+        return self._open(ids, params or SamplingParams())
 
-    def _chunks(self, request_id: int) -> Iterator[Chunk]:
+    def _open(self, ids: list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
+        chunks = self._chunks(self.engine.submit(ids, params))
+        next(chunks)  # a generator that was never started would free nothing when it is dropped
+        return chunks
+
+    def _chunks(self, request_id: int) -> Generator[Chunk, None, None]:
+        inbox = self._inboxes[request_id] = deque()
+        done = False
         try:
-            done = False
+            yield Chunk("")  # for `_open`
             while not done:
-                for owner, chunk in self.engine.step():
-                    if owner == request_id:
-                        done = chunk.finish_reason is not None
-                        yield chunk
+                while not inbox:  # a step serves every open request
+                    if not self.engine.busy:
+                        raise RuntimeError(f"request {request_id} was aborted by someone else than its reader")
+                    for owner, chunk in self.engine.step():
+                        if owner in self._inboxes:
+                            self._inboxes[owner].append(chunk)
+                done = inbox[0].finish_reason is not None
+                yield inbox.popleft()
         finally:
             self.engine.abort(request_id)
+            del self._inboxes[request_id]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; token ids are passed on."""
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise ValueError(f"prompt must be a text or a list of token ids ({error})") from None
         return self._need_tokenizer().encode(prompt)
 
     def encode_chat(self, messages: str | Messages, **template: Any) -> list[int]:
@@ -146,7 +164,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rooflight.engine.params import whole
 from rooflight.models.config import ModelConfig
 
 CPU_CONTEXT = 8192  # a longer default context would reserve gigabytes nobody asked for
@@ -45,20 +46,19 @@ def plan_cache(
     the memory that is free.
     """
     context = config.max_position_embeddings
-    if page_size < 1:
-        raise ValueError(f"page_size must be 1 or more, was {page_size}")
+    whole("page_size", page_size, 1, None)
     if max_model_len is None:
         max_model_len = min(context, CPU_CONTEXT) if device.type == "cpu" else context
-    if not 1 <= max_model_len <= context:
+    whole("max_model_len", max_model_len, 1, None)
+    if max_model_len > context:
         raise ValueError(f"max_model_len must be from 1 to the model's context of {context}, was {max_model_len}")
     if num_pages is None:
         num_pages = -(-max_model_len // page_size)
-    if num_pages < 1:
-        raise ValueError(f"num_pages must be 1 or more, was {num_pages}")
+    whole("num_pages", num_pages, 1, None)
     need, free = num_pages * page_size * config.kv_bytes_per_token(dtype), free_bytes(device)
     if need > SHARE * free:
         raise ValueError(
-            f"max_model_len must be smaller: a KV cache of {num_pages} pages of {page_size} tokens takes "
+            f"max_model_len or num_pages must be smaller: a KV cache of {num_pages} pages of {page_size} tokens takes "
             f"{need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on {device}"
         )
     return CachePlan(max_model_len, num_pages, page_size, need)

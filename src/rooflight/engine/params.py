@@ -33,30 +33,36 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_tokens, 0, None)
-        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        whole("max_tokens", self.max_tokens, 0, None)
+        whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _number("temperature", self.temperature, 0.0, math.inf)
-        _whole("top_k", self.top_k, -1, None)
+        whole("top_k", self.top_k, -1, None)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(stop, str) and stop for stop in stops):
+            whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError(f"stop must be strings that are not empty, was {self.stop!r}")
-        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop", tuple(stops))
+        if not isinstance(self.stop_token_ids, Sequence):
+            raise ValueError(f"stop_token_ids must be a list of token ids, was {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
+            whole("stop_token_ids", token, 0, None)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, was {self.ignore_eos!r}")
 
 
-def _whole(name: str, value: object, low: int, high: int | None) -> None:
+def whole(name: str, value: object, low: int, high: int | None) -> None:
+    """ValueError naming the argument unless it is an int (no bool) from low to high."""
     wish = f"{low} or more" if high is None else f"from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be a whole number, {wish}, was {value!r}")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not good or not math.isfinite(value):  # type: ignore[arg-type]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or value == math.inf:  # type: ignore[operator]
         wish = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
         raise ValueError(f"{name} must be a number, {wish}, was {value!r}")

@@ -25,7 +25,7 @@ class Runner:
         decode = plan.is_decode
         hidden = self.decoder(ids, positions, self.cache.layers, slots, meta, decode)
         if len(last) < len(ids):
-            hidden = hidden[torch.tensor(last, device=self.device)]
+            hidden = hidden[self._tensor(last, torch.int64)]
         return self.decoder.logits(hidden)
 
     def _tensors(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMeta, list[int]]:

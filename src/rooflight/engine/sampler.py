@@ -23,7 +23,14 @@ def sample_tokens(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
         columns = [greedy, greedy.int(), greedy + 1, greedy, greedy.long(), greedy.long()]
     else:
         options = [
-            (s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.seed, len(s.tokens))
+            (
+                min(s.params.temperature, torch.finfo(torch.float32).max),  # FP32 infinity would make NaN of -inf
+                min(s.params.top_k, logits.shape[1]),  # any whole number is allowed, int32 is not enough for it
+                s.params.top_p,
+                s.params.min_p,
+                s.seed,
+                len(s.tokens),
+            )
             for s in sequences
         ]
         dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rooflight import LLM
+from rooflight.engine import memory
+from rooflight.engine.memory import CachePlan, plan_cache
+from rooflight.models.load import load_config
+
+TINY = load_config("random:tiny")  # 2 layers, 2 KV heads of 32: 1 KiB a token in FP32
+CPU = torch.device("cpu")
+
+
+def plan(config: Any = TINY, dtype: torch.dtype = torch.float32, **sizes: Any) -> CachePlan:
+    return plan_cache(config, dtype, CPU, **sizes)
+
+
+def test_by_default_one_request_may_fill_the_context() -> None:
+    assert plan() == CachePlan(4096, 256, 16, 4096 * 1024)
+    assert plan(dtype=torch.bfloat16).bytes == 4096 * 512
+
+
+def test_on_a_cpu_the_default_context_is_at_most_8192() -> None:
+    long = replace(TINY, max_position_embeddings=131_072)
+    assert plan(long).max_model_len == 8192
+    assert plan(long, max_model_len=10_000).max_model_len == 10_000
+
+
+def test_the_last_page_may_be_part_full() -> None:
+    assert plan(max_model_len=33).num_pages == 3
+    assert plan(max_model_len=33, page_size=11).num_pages == 3
+    assert plan(max_model_len=1, page_size=64).num_pages == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"page_size": 0}, r"page_size must be a whole number, 1 or more, was 0"),
+        ({"page_size": 16.0}, r"page_size must be a whole number, 1 or more, was 16\.0"),
+        ({"num_pages": 0}, r"num_pages must be a whole number, 1 or more, was 0"),
+        ({"num_pages": True}, r"num_pages must be a whole number, 1 or more, was True"),
+        ({"max_model_len": 0}, r"max_model_len must be a whole number, 1 or more, was 0"),
+        ({"max_model_len": "9"}, r"max_model_len must be a whole number, 1 or more, was '9'"),
+        ({"max_model_len": 4097}, r"max_model_len must be from 1 to the model's context of 4096, was 4097"),
+        ({"max_num_seqs": 0}, r"max_num_seqs must be a whole number, 1 or more, was 0"),
+        ({"prefill_chunk": -1}, r"prefill_chunk must be a whole number, 1 or more, was -1"),
+    ],
+)
+def test_wrong_sizes_are_refused_by_name(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM("random:tiny", **sizes)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
+    assert plan(num_pages=549).bytes <= 9_000_000
+    with pytest.raises(ValueError, match=r"550 pages of 16 tokens takes 0\.01 GB, 0\.01 GB are free on cpu"):
+        plan(num_pages=550)
+
+
+def test_free_memory_of_this_machine_is_a_positive_number() -> None:
+    assert memory.free_bytes(CPU) > 0
