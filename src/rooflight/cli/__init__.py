@@ -1,0 +1,1 @@
+"""Commands for people: one file each, thin. They read options, call the rooms below and print."""
