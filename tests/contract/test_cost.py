@@ -1,0 +1,148 @@
+"""Costs against bytes counted by hand from the tensors of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from rooflight.ops import REGISTRY
+from tests.contract.harness import Target, batch_args, copy_args, each_target, sweep_args
+
+Named = Mapping[str, Any]
+
+
+def size(*tensors: torch.Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def table_rows(args: Named) -> int:
+    """The rows of cos_sin that the positions pick, and the positions."""
+    return args["positions"].numel() * args["cos_sin"].shape[1] * 4 + size(args["positions"])
+
+
+def count_attention(args: Named) -> tuple[int, int]:
+    """Keys and values that at least one row sees, found by marking them one by one."""
+    q, k_cache, window = args["q"], args["k_cache"], args["window"]
+    lengths = args["seq_lens"].tolist()
+    starts = args["query_starts"].tolist() if "query_starts" in args else list(range(len(lengths) + 1))
+    seen = 0
+    for index, length in enumerate(lengths):
+        rows = starts[index + 1] - starts[index]
+        marked = set()
+        for row in range(rows):
+            last = length - rows + row
+            first = max(0, last - window + 1) if window else 0
+            marked |= set(range(first, last + 1))
+        seen += len(marked)
+    key = k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
+    lse = q.shape[0] * q.shape[1] * 4
+    return size(q, args["block_table"]) + 2 * seen * key, size(q) + lse
+
+
+def count_logits(args: Named) -> tuple[int, int]:
+    everything = size(*(value for value in args.values() if isinstance(value, torch.Tensor)))
+    return everything, size(args["logits"])
+
+
+HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
+    "rms_norm": lambda a: (size(a["x"], a["weight"]), size(a["x"])),
+    "fused_add_rms_norm": lambda a: (size(a["x"], a["residual"], a["weight"]), size(a["x"], a["residual"])),
+    "fused_add_rms_norm_": lambda a: (size(a["x"], a["residual"], a["weight"]), size(a["x"], a["residual"])),
+    "silu_and_mul": lambda a: (size(a["x"]), size(a["x"]) // 2),
+    "rope": lambda a: (size(a["q"], a["k"]) + table_rows(a), size(a["q"], a["k"])),
+    "rope_": lambda a: (size(a["q"], a["k"]) + table_rows(a), size(a["q"], a["k"])),
+    "qk_norm_rope_cache_": lambda a: (
+        size(a["q"], a["k"], a["v"], a["q_weight"], a["k_weight"], a["slots"]) + table_rows(a),
+        size(a["q"], a["k"], a["v"]),
+    ),
+    "linear": lambda a: (
+        size(a["x"], a["weight"], a["bias"]),
+        a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size(),
+    ),
+    "embedding": lambda a: (
+        size(a["ids"]) + a["ids"].numel() * size(a["weight"][0]),
+        a["ids"].numel() * size(a["weight"][0]),
+    ),
+    "prefill_attention": count_attention,
+    "decode_attention": count_attention,
+    "merge_attention": lambda a: (
+        size(a["out_a"], a["lse_a"], a["out_b"], a["lse_b"]),
+        size(a["out_a"], a["lse_a"]),
+    ),
+    "penalize_logits_": count_logits,
+    "sample": lambda a: (count_logits(a)[0], a["logits"].shape[0] * 8),
+    "top_logprobs": lambda a: (count_logits(a)[0], a["logits"].shape[0] * (4 + 12 * a["k"])),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_bytes_equal_a_hand_count(name: str) -> None:
+    """Over the whole sweep and in each dtype; a new operator needs its line in HAND_COUNTS."""
+    operator = REGISTRY[name]
+    for dtype in operator.dtypes:
+        for dims in operator.sweep:
+            args = sweep_args(operator, dims, dtype)
+            cost = operator.cost_of(*args)
+            assert (cost.bytes_read, cost.bytes_written) == HAND_COUNTS[name](operator.bind(*args)), dims
+            assert cost.bytes == cost.bytes_read + cost.bytes_written
+
+
+@each_target()
+def test_bytes_do_not_depend_on_the_provider_or_the_device(target: Target) -> None:
+    args = batch_args(target.op, 9)
+    named = target.op.bind(*copy_args(args, target.device))
+    cost = target.op.cost_of(*copy_args(args, target.device))
+    assert (cost.bytes_read, cost.bytes_written) == HAND_COUNTS[target.op.name](named)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_costs_grow_with_the_batch(name: str) -> None:
+    operator = REGISTRY[name]
+    costs = [operator.cost_of(*batch_args(operator, rows)) for rows in (0, 1, 2, 5, 9)]
+    for less, more in pairwise(costs):
+        assert less.bytes_read < more.bytes_read
+        assert less.bytes_written < more.bytes_written
+        assert less.flops <= more.flops
+    assert costs[-1].unit in ("fp32", "tensor")
+    assert costs[0].flops == 0
+    assert costs[-1].flops > 0 or name == "embedding"
+
+
+@pytest.mark.parametrize("name", ["prefill_attention", "decode_attention"])
+def test_lengths_come_from_hints_where_tensors_have_no_values(name: str) -> None:
+    operator = REGISTRY[name]
+    args = batch_args(operator, 5)
+    named = operator.bind(*args)
+    lengths = named["seq_lens"].tolist()
+    hints: dict[str, Any] = {"seq_lens": lengths}
+    if name == "prefill_attention":
+        hints["query_lens"] = named["query_starts"].diff().tolist()
+    meta = copy_args(args, "meta")
+    assert operator.cost_of(*meta, **hints) == operator.cost_of(*args)
+    with pytest.raises(ValueError, match="hints must hold seq_lens"):
+        operator.cost_of(*meta)
+
+
+def test_flops_of_the_matrix_product_and_of_attention() -> None:
+    """Two operations a multiply-add: 2 M N K, and 4 D for each visible pair of a head."""
+    linear = REGISTRY["linear"]
+    cost = linear.cost_of(torch.empty(7, 64), torch.empty(48, 64))
+    assert (cost.flops, cost.unit) == (2 * 7 * 48 * 64, "tensor")
+    prefill = REGISTRY["prefill_attention"]
+    args = sweep_args(prefill, {"seq_lens": (5,), "query_lens": (2,), "num_heads": 4, "head_dim": 64})
+    assert prefill.cost_of(*args).flops == 4 * 64 * 4 * (4 + 5)
+
+
+def test_fused_add_rms_norm_moves_four_tensors_where_its_parts_move_five() -> None:
+    """The claim that the fused operator exists for, from the costs alone."""
+    rows = torch.empty(1024, 8192, dtype=torch.bfloat16)
+    weight = torch.empty(8192, dtype=torch.bfloat16)
+    tensor = size(rows)
+    fused = REGISTRY["fused_add_rms_norm"].cost_of(rows, rows, weight).bytes - size(weight)
+    norm = REGISTRY["rms_norm"].cost_of(rows, weight).bytes - size(weight)
+    assert fused == 4 * tensor
+    assert norm + 3 * tensor == 5 * tensor

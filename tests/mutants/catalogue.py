@@ -1,0 +1,275 @@
+"""One-line faults that the suite must find: the list to extend when a new kind of fault is thought of.
+
+Each names a file under src/rooflight, a piece of its text that stands there exactly once, what replaces it, and the
+tests that should fail: a path under tests/ and a `-k` expression, as narrow as possible, since each fault costs a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    select: str
+
+
+AUTOGRAD, CONTRACT, NORM, PAGED, ROPE = (
+    f"ops/{name}.py" for name in ("autograd", "contract", "norm", "paged_attention", "rope")
+)
+SAMPLE, STEP, TRITON = "ops/sample.py", "ops/qk_norm_rope_cache.py", "kernels/triton/norm.py"
+OF = {
+    name: f"ops/test_{name}.py" for name in ("attention", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
+}
+VALUES, LAYOUTS, GRADIENTS, MUTATION, ERRORS, COST = (
+    f"contract/test_{name}.py" for name in ("values", "layouts", "gradients", "mutation", "errors", "cost")
+)
+
+MUTANTS = [
+    # Attention
+    Mutant("mask dropped", PAGED, "    if masked:\n", "    if False:\n", OF["attention"], "br_026_causal"),
+    Mutant(
+        "causal mask lined up at the top left",
+        PAGED, "torch.arange(first, first + rows,", "torch.arange(0, rows,",
+        OF["attention"], "br_026_causal",
+    ),
+    Mutant(
+        "window one key too long in the mask",
+        PAGED, "key <= position - window", "key < position - window",
+        OF["attention"], "br_027_window_shows and 4",
+    ),
+    Mutant(
+        "window one key too short in the slice",
+        PAGED, "start + row - window + 1 - first_key", "start + row - window + 2 - first_key",
+        OF["attention"], "br_027_window_shows and 4",
+    ),
+    Mutant(
+        "a row that sees nothing is NaN",
+        PAGED, '(peak.masked_fill(peak == float("-inf"), 0) if masked else peak)', "peak",
+        OF["attention"], "br_008_rows",
+    ),
+    Mutant("LSE without its logarithm", PAGED, "(peak + total.log())", "(peak + total)", OF["attention"], "lse_is_the"),
+    Mutant(
+        "block table ignored",
+        PAGED, "pages = table[", "pages = torch.arange(len(table), device=table.device)[",
+        OF["attention"], "br_009 and inf",
+    ),
+    Mutant(
+        "query heads mapped to the wrong KV head",
+        PAGED, "(rows, kv_heads, group, dim).permute(1, 2, 0, 3)", "(rows, group, kv_heads, dim).permute(2, 1, 0, 3)",
+        OF["attention"], "br_025 and 14 and 64",
+    ),
+    Mutant(
+        "rows of no sequence keep what was in memory",
+        PAGED, "q.new_zeros(q.shape)", "q.new_empty(q.shape)",
+        OF["attention"], "rows_of_no_sequence",
+    ),
+    Mutant("scale forgotten", PAGED, ".mul_(scale)", "", OF["attention"], "scale_is_taken"),
+    Mutant(
+        "an empty part leaks into a merge",
+        "ops/merge_attention.py", "torch.where(empty_b, out_a, out)", "out",
+        OF["attention"], "br_008_merge",
+    ),
+    # Norms
+    Mutant(
+        "the sum is squared before it is rounded",
+        NORM, "return _reference(total, weight, eps), total",
+        "return _reference(wide(x) + wide(residual), weight, eps).to(x.dtype), total",
+        OF["norm"], "br_003",
+    ),
+    Mutant(
+        "eps forgotten",
+        NORM, ".add_(eps)", ".add_(0.0)",
+        OF["norm"], "rms_norm_by_hand",
+    ),
+    Mutant(
+        "FP32 weight rounded to the input's dtype",
+        NORM, ".mul_(weight)", ".mul_(weight.to(x.dtype))",
+        OF["norm"], "br_004_fp32",
+    ),
+    Mutant(
+        "squares in the input's dtype",
+        NORM, "values.square()", "values.to(x.dtype).square().to(values.dtype)",
+        OF["norm"], "br_001_fp16",
+    ),
+    Mutant(
+        "the in-place form leaves the residual as it was",
+        NORM, "residual.add_(x)\n    x.copy_(_reference(residual,", "x.copy_(_reference(residual + x,",
+        VALUES, "sweep and fused_add_rms_norm_.ref and float32",
+    ),
+    Mutant(
+        "the functional form writes into its input",
+        NORM, "total = (x + residual).contiguous()", "total = residual.add_(x)",
+        VALUES, "only_what_the_schema and fused_add_rms_norm.ref",
+    ),
+    Mutant(
+        "the gradient of the residual is dropped",
+        NORM, "(grad_total + wide(grad_residual))", "(grad_total)",
+        OF["norm"], "gradient_of_the_residual",
+    ),
+    Mutant(
+        "the gradient of the norm forgets the mean",
+        NORM, "g - normalised * (g * normalised).mean(-1, keepdim=True)", "g",
+        GRADIENTS, "gradcheck and rms_norm",
+    ),
+    # Triton
+    Mutant(
+        "mean over the wrong count",
+        TRITON, "tl.sum(total * total, 0) / hidden_size", "tl.sum(total * total, 0) / BLOCK",
+        VALUES, "sweep and fused_add_rms_norm.triton and 255",
+    ),
+    Mutant(
+        "the kernel squares the sum before it is rounded",
+        TRITON, "total = rounded.to(tl.float32)", "total = x + residual",
+        OF["norm"], "br_003",
+    ),
+    Mutant(
+        "masked lanes count into the sum of squares",
+        TRITON, "\n    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)",
+        "\n    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=1.0)",
+        VALUES, "sweep and fused_add_rms_norm.triton and 255",
+    ),
+    Mutant(
+        "the kernel writes one element beyond the row",
+        TRITON, "\n    tl.store(out_ptr + row * out_stride + column, out, mask=inside)",
+        "\n    tl.store(out_ptr + row * out_stride + column, out, mask=column < hidden_size + 1)",
+        LAYOUTS, "all_arguments and fused_add_rms_norm_.triton and row_slice",
+    ),
+    Mutant(
+        "the residual walked with the stride of x",
+        TRITON, "\n    residual = tl.load(residual_ptr + row * residual_stride",
+        "\n    residual = tl.load(residual_ptr + row * x_stride",
+        LAYOUTS, "every_argument and fused_add_rms_norm.triton and row_slice",
+    ),
+    Mutant(
+        "only the last piece of a wide row is squared",
+        TRITON, "squares += rounded", "squares = rounded",
+        OF["norm"], "wider_than_one and triton",
+    ),
+    Mutant(
+        "the kernel's in-place form leaves the residual as it was",
+        TRITON, "_launch(x, residual, weight, x, residual, eps)",
+        "_launch(x, residual, weight, x, torch.empty_like(residual), eps)",
+        VALUES, "sweep and fused_add_rms_norm_.triton and float32",
+    ),
+    Mutant(
+        "the interpreter rounds ties away from zero",
+        "kernels/triton/interpreter.py", "0x7FFF + ((bits >> 16) & 1)", "0x8000",
+        "kernels/test_interpreter.py", "by_hand",
+    ),
+    # Activation
+    Mutant(
+        "silu on the wrong half",
+        "ops/activation.py", "(F.silu(gate) * up)", "(F.silu(up) * gate)",
+        "ops/test_activation.py", "by_hand",
+    ),
+    Mutant(
+        "the fake has a wrong dtype",
+        "ops/activation.py", "x.new_empty(*x.shape[:-1], x.shape[-1] // 2)",
+        "x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.float32)",
+        VALUES, "layout_that_the_fake and silu",
+    ),
+    # RoPE and the cache
+    Mutant(
+        "rotation the other way round",
+        ROPE, "torch.cat((a * cos - b * sin, b * cos + a * sin), -1)",
+        "torch.cat((a * cos + b * sin, b * cos - a * sin), -1)",
+        OF["rope"], "quarter_turns",
+    ),
+    Mutant(
+        "interleaved and half pairs exchanged",
+        ROPE, "    if interleaved:\n", "    if not interleaved:\n",
+        OF["rope"], "quarter_turns",
+    ),
+    Mutant(
+        "the part that is not turned is changed",
+        ROPE, "torch.cat((turned, x[..., 2 * half :]), -1)", "torch.cat((turned, -x[..., 2 * half :]), -1)",
+        OF["rope"], "partial_rotation",
+    ),
+    Mutant(
+        "the gradient turns forwards",
+        ROPE, "-cos_sin[:, half:]), 1)", "cos_sin[:, half:]), 1)",
+        GRADIENTS, "gradcheck and rope",
+    ),
+    Mutant(
+        "turned by the positions of other tokens",
+        STEP, "look_up(cos_sin, positions,", "look_up(cos_sin, positions.flip(0),",
+        OF["qk_norm_rope_cache"], "equals_norm_then_rope and False and True",
+    ),
+    Mutant(
+        "keys normalised with the weight of the queries",
+        STEP, "(wide(k), k_weight, eps)", "(wide(k), q_weight, eps)",
+        OF["qk_norm_rope_cache"], "equals_norm_then_rope",
+    ),
+    Mutant(
+        "slot -1 writes the last slot",
+        STEP, "if bool((slots < 0).any()):", "if False:",
+        OF["qk_norm_rope_cache"], "br_068",
+    ),
+    Mutant(
+        "values are not written",
+        STEP, "    v_cache[pages, :, offsets] = v", "    v_cache.add_(0)",
+        OF["qk_norm_rope_cache"], "page_and_offset",
+    ),
+    # Sampling
+    Mutant(
+        "top-p drops the token that reaches it",
+        SAMPLE, "beyond = before >=", "beyond = before + ordered >=",
+        OF["sample"], "top_p_keeps",
+    ),
+    Mutant("top-k keeps one too many", SAMPLE, "order[top_k:]", "order[top_k + 1 :]", OF["sample"], "ties_are_broken"),
+    Mutant("temperature multiplies", SAMPLE, "double() / temp", "double() * temp", OF["sample"], "filters_come"),
+    Mutant("Philox with seven rounds", SAMPLE, "in range(10)", "in range(7)", OF["sample"], "uniform_is_philox"),
+    Mutant(
+        "the upper half of the position is lost",
+        SAMPLE, "position & mask, (position >> 32) & mask, zero, zero", "position & mask, zero, zero, zero",
+        OF["sample"], "uniform_is_philox",
+    ),
+    Mutant(
+        "a row with NaN gives a token",
+        SAMPLE, "(best == best) & (best >", "(best != best) | (best >",
+        OF["sample"], "br_054_rows",
+    ),
+    Mutant(
+        "the repetition penalty divides negative logits",
+        "ops/penalties.py", "logits * repetition)", "logits / repetition)",
+        OF["penalties"], "br_057_repetition",
+    ),
+    # The contract
+    Mutant(
+        "version counters are not bumped",
+        AUTOGRAD, "torch.autograd.graph.increment_version(args[index])", "pass",
+        MUTATION, "version_counters and fused_add_rms_norm_.ref",
+    ),
+    Mutant(
+        "arguments that require gradients are taken",
+        AUTOGRAD, "if torch.is_grad_enabled():", "if False:",
+        MUTATION, "require_gradients_are_refused and rope_",
+    ),
+    Mutant(
+        "an operator without a gradient returns None",
+        AUTOGRAD, 'raise NotImplementedError(f"{name} has no gradient")',
+        "return (None,) * len(overload._schema.arguments)",
+        GRADIENTS, "without_a_gradient and linear",
+    ),
+    Mutant(
+        "meta tensors are not checked",
+        CONTRACT, "_with_checks(self.fake, self.check)", "self.fake",
+        ERRORS, "refused_on_meta and rms_norm",
+    ),
+    Mutant(
+        "a shape is not checked",
+        "ops/checks.py", "if tensor.shape != other.shape:", "if tensor.dim() != other.dim():",
+        ERRORS, "every_argument and fused_add_rms_norm.ref and (wider or longer)",
+    ),
+    Mutant(
+        "a tensor is counted that the operator does not move",
+        NORM, "Cost(2 * row + weight", "Cost(3 * row + weight",
+        COST, "hand_count and fused_add_rms_norm",
+    ),
+]  # fmt: skip
