@@ -24,7 +24,7 @@ app = typer.Typer(
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=chat.EPILOG)(chat.chat)
 app.command(epilog=info.EPILOG)(info.info)
-# Groups of commands go here: app.add_typer(bench.app, name="bench")
+app.add_typer(bench.app, name="bench")
 
 EPILOG = """[bold]Examples[/bold]
 

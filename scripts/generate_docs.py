@@ -1,0 +1,104 @@
+"""Write the generated tables of README and docs from `results/` and the operator registry.
+
+    python scripts/generate_docs.py           rewrite what stands between the markers
+    python scripts/generate_docs.py --check   exit 1 if a file would change
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is one of TABLES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rooflight
+from rooflight.models.load import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("README.md",)
+MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
+    """A table whose columns from number `right` on are figures."""
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|" + "|".join("---:" if i >= right else "---" for i in range(len(header))) + "|")
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def request_table() -> str:
+    data = json.loads((ROOT / "results/cpu/request.json").read_text())
+    rows = [_request_row(row) for row in data["rows"]]
+    header = ["engine", "dtype", "prompt", "first token ms", "per token ms", "limit ms", "of limit", "tok/s", "ratio"]
+    where, setup = data["environment"], data["setup"]
+    model = "SmolLM2-135M-Instruct" if setup["model"] is None else setup["model"]
+    bandwidth = data["read_bandwidth_bytes_per_s"] / 1e9
+    note = (
+        f"{model}, {setup['max_tokens']} tokens out, median of {setup['rounds']} interleaved rounds, every engine in its "
+        f"own process with {where['threads']} threads. {where['cpu']}, {where['cores']} cores, memory read at "
+        f"{bandwidth:.1f} GB/s; PyTorch {where['torch']}; commit {where['commit']}, {where['date']}. Limit: the time to "
+        "read the weights once at that bandwidth. Ratio: transformers' median over ours, first token / per token.\n"
+    )
+    return markdown(header, rows, right=2) + "\n" + note
+
+
+def _request_row(row: dict[str, Any]) -> list[str]:
+    first, token = row["first_token_ms"]["median"], row["per_token_ms"]["median"]
+    ratio = "" if row["per_token_ratio"] is None else f"{row['first_token_ratio']:.2f} / {row['per_token_ratio']:.2f}"
+    share = f"{row['limit_ms'] / token:.0%}"
+    figures = [f"{first:.0f}", f"{token:.1f}", f"{row['limit_ms']:.1f}", share, f"{1e3 / token:.1f}", ratio]
+    return [f"{row['engine']} {row['version']}", row["dtype"], str(row["prompt_tokens"]), *figures]
+
+
+def operator_table() -> str:
+    rows = []
+    for name, operator in rooflight.ops.REGISTRY.items():
+        summary = sys.modules[operator.reference.__module__].__doc__ or ""
+        gradient = "yes" if operator.backward is not None else ""
+        rows.append([f"`{name}`", summary.strip().splitlines()[0], ", ".join(operator.providers), gradient])
+    return markdown(["operator", "family", "providers", "gradient"], rows, right=9)
+
+
+def model_table() -> str:
+    rows = []
+    for preset in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama-3.2-1b", "smollm2-135m"):
+        config = load_config(f"random:{preset}")
+        weights, kv = config.weight_bytes_per_token(config.dtype), config.kv_bytes_per_token(config.dtype)
+        figures = [f"{config.num_parameters():,}", f"{weights / 1e6:,.1f}", f"{kv / 1024:g}"]
+        rows.append([f"`random:{preset}`", *figures])
+    return markdown(["model", "parameters", "weights read per token, MB", "KV per context token, KiB"], rows, right=1)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "request": request_table,
+    "operators": operator_table,
+    "models": model_table,
+}
+
+
+def render(text: str) -> str:
+    return MARKER.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+def main() -> int:
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        before = path.read_text()
+        after = render(before)
+        if after != before:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(after)
+    if stale and "--check" in sys.argv:
+        print("out of date: " + ", ".join(stale) + "; run scripts/generate_docs.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
