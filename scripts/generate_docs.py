@@ -38,10 +38,10 @@ def request_table() -> str:
     model = "SmolLM2-135M-Instruct" if setup["model"] is None else setup["model"]
     bandwidth = data["read_bandwidth_bytes_per_s"] / 1e9
     note = (
-        f"{model}, {setup['max_tokens']} tokens out, median of {setup['rounds']} interleaved rounds, every engine in its "
-        f"own process with {where['threads']} threads. {where['cpu']}, {where['cores']} cores, memory read at "
-        f"{bandwidth:.1f} GB/s; PyTorch {where['torch']}; commit {where['commit']}, {where['date']}. Limit: the time to "
-        "read the weights once at that bandwidth. Ratio: transformers' median over ours, first token / per token.\n"
+        f"{model}, {setup['max_tokens']} tokens out, median of {setup['rounds']} interleaved rounds, every engine in "
+        f"its own process with {where['threads']} threads. {where['cpu']}, {where['cores']} cores, memory read at "
+        f"{bandwidth:.1f} GB/s; PyTorch {where['torch']}; commit {where['commit']}, {where['date']}. Limit: the time "
+        "to read the weights once at that bandwidth. Ratio: transformers' median over ours, first token / per token.\n"
     )
     return markdown(header, rows, right=2) + "\n" + note
 

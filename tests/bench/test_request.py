@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def test_leading_equal_counts_up_to_the_first_difference() -> None:
         ({"prompts": ()}, "prompts must be lengths"),
         ({"prompts": (0,)}, "prompts must be lengths"),
         ({"dtypes": ("fp9",)}, "dtype must be one of fp32, bf16, fp16, was 'fp9'"),
-        ({"peers": ("vlm",)}, "peer must be one of transformers, was 'vlm'"),
+        ({"peers": ("vlm",)}, "peer must be one of transformers, each once, was vlm"),
+        ({"peers": ("rooflight",)}, "peer must be one of transformers, each once, was rooflight"),
+        ({"peers": ("transformers",) * 2}, "each once, was transformers, transformers"),
     ],
 )
 def test_setup_refuses_what_it_cannot_measure(arguments: dict[str, object], words: str) -> None:
@@ -67,9 +70,36 @@ def test_a_peer_that_is_not_installed_is_named_and_not_run(folder: Path, monkeyp
     assert [row.engine for row in report.rows] == ["rooflight"]
 
 
+def test_a_request_beyond_the_context_is_refused_before_anything_is_measured(folder: Path) -> None:
+    context = load_config(str(folder)).max_position_embeddings
+    message = f"must fit the context of {context} tokens, were {context - 5} and 6"
+    with pytest.raises(ValueError, match=message):
+        run(RequestSetup(str(folder), prompts=(3, context - 5), max_tokens=6))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        with pytest.raises(OSError, match=re.escape(str(folder))):
+            results.prepare(folder)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # to the super-user every folder is open
+    with pytest.raises(PermissionError, match=r"Permission denied: .*results"):
+        results.prepare(tmp_path / "results")
+
+
 def test_a_model_that_cannot_be_loaded_ends_with_the_workers_words(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match=r"rooflight could not load the model: .*config.json"):
         ContenderProcess("rooflight", str(tmp_path), "fp32", "cpu", 1)
+
+
+def test_a_contender_that_has_died_is_an_error_with_its_name(folder: Path) -> None:
+    """Not a broken pipe, which the command line takes for a reader that has gone and passes over in silence."""
+    with ContenderProcess("rooflight", str(folder), "fp32", "cpu", 1) as process:
+        process._process.kill()
+        process._process.wait()
+        with pytest.raises(ChildProcessError, match=r"^rooflight ended with code -9: "):
+            process.run([1, 2], 2)
 
 
 def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_merged_parts_equal_the_whole(target: Target) -> None:
     for dtype in target.op.dtypes:
         args = sweep_args(target.op, dims, dtype)
         expected, eps = expect(target.op, args), torch.finfo(dtype).eps
-        q, k_cache, v_cache, table, lengths, bound, scale, _ = copy_args(args, target.device)
+        q, k_cache, v_cache, table, lengths, bound, scale, *_ = copy_args(args, target.device)
         for split_page in (0, 1, 3):
             first = lengths.clamp(max=16 * split_page)
             parts = []

@@ -217,13 +217,16 @@ def test_a_prompt_that_cannot_run_is_refused(llm: LLM, prompt: list[int], params
 
 def test_br_063_a_request_too_large_for_the_pool_is_refused_and_the_small_one_finishes() -> None:
     llm = LLM("random:tiny", num_pages=2)
-    small = llm.engine.submit([5, 6], SamplingParams(max_tokens=3))
-    for length in (32, 33, 2000):
-        with pytest.raises(ValueError, match="the pool has 2 pages"):
+    exact = llm.engine.submit([5] * 25, SamplingParams(max_tokens=8))  # 32 tokens in the cache: the whole pool
+    for length in (26, 32, 33, 2000):
+        with pytest.raises(ValueError, match=rf"may need {length + 7} tokens of KV cache .*, the pool has 2 pages"):
             llm.engine.submit([5] * length, SamplingParams(max_tokens=8))
-    completion = collect(llm.engine, 1)[small][-1].completion
-    assert completion is not None
-    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+    small = llm.engine.submit([5, 6], SamplingParams(max_tokens=3))
+    chunks = collect(llm.engine, 2)
+    for request_id, count in ((exact, 8), (small, 3)):
+        completion = chunks[request_id][-1].completion
+        assert completion is not None
+        assert (len(completion.token_ids), completion.finish_reason) == (count, "length")
     assert_idle(llm)
 
 

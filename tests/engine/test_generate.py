@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rooflight import LLM, SamplingParams
+from rooflight.models.decoder import Linear
 from tests.engine.conftest import Checkpoints
 from tests.engine.support import assert_idle, prompt_ids, reference_tokens, tokens_alone, write_tokenizer
 from tests.models import tiny
@@ -261,9 +262,11 @@ def test_br_046_weights_and_cache_have_the_dtype_of_the_file(tmp_path: Any, keys
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_tokenizer(tmp_path)
     llm = LLM(str(tmp_path), max_model_len=64)
-    weights = list(llm.decoder.parameters())
+    linears = [module.weight for module in llm.decoder.modules() if isinstance(module, Linear)]
+    weights = {id(weight): weight for weight in (*llm.decoder.parameters(), *linears)}.values()  # some are packed
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
-    assert sum(weight.nbytes for weight in weights) == 2 * llm.config.num_parameters()
+    packed_head = llm.decoder.head.weight.numel() if llm.config.tie_word_embeddings else 0  # beside the embedding
+    assert sum(weight.numel() for weight in weights) == llm.config.num_parameters() + packed_head
     assert (llm.config.dtype, llm.engine.runner.cache.data.dtype) == (torch.bfloat16, torch.bfloat16)
     assert llm.engine.runner.cache.bytes == 64 * llm.config.kv_bytes_per_token()
     assert llm.decoder.cos_sin.dtype == torch.float32

@@ -386,6 +386,37 @@ def test_br_053_template_keywords_reach_the_template(chat_llm: LLM, template: di
     assert (last.completion.prompt_token_ids, last.completion.text) == (expected, completion.text)
 
 
+@pytest.mark.parametrize("name", ["messages", "prompt", "params", "tools"])
+def test_br_053_template_keywords_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """A client's keyword that is also the name of an argument here: the template gets it, or it is refused by name."""
+    tiny.save(tiny.reference_model("llama"), tmp_path)
+    llm = LLM(str(write_tokenizer(tmp_path, chat_template=f"{{{{ {name} }}}}")), max_model_len=64)
+    if name == "messages":
+        for call in (llm.encode_chat, llm.chat, llm.stream):
+            with pytest.raises(ValueError, match="'messages' is reserved"):
+                call(MESSAGES, **{name: "x"})
+    elif name == "tools":
+        with pytest.raises(ValueError, match=r"^tools must be a list, not str"):
+            llm.encode_chat(MESSAGES, **{name: "x"})
+    else:
+        assert llm.encode_chat(MESSAGES, **{name: "x"}) == ids_of("x")
+    if name == "prompt":
+        assert llm.chat(MESSAGES, params=PARAMS, **{name: "x"}).prompt_token_ids == tuple(ids_of("x"))
+        *_, last = llm.stream(MESSAGES, params=PARAMS, **{name: "x"})
+        assert last.completion is not None
+        assert last.completion.prompt_token_ids == tuple(ids_of("x"))
+
+
+@pytest.mark.parametrize("params", ["x", {"max_tokens": 3}, 3, ["x"], 0, ""])
+def test_params_of_another_kind_are_refused(chat_llm: LLM, params: Any) -> None:
+    calls = [lambda: chat_llm.generate("hey", params), lambda: chat_llm.chat("hey", params=params)]
+    calls += [] if isinstance(params, list) else [lambda: chat_llm.stream("hey", params)]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^params must be SamplingParams, was "):
+            call()
+    assert_idle(chat_llm)
+
+
 def test_template_keywords_beside_a_text_are_refused(chat_llm: LLM) -> None:
     """They would be ignored without a word: `stream` takes a text as it is."""
     with pytest.raises(ValueError, match=r"prompt must be a list of messages for template keywords.*enable_thinking"):
@@ -424,7 +455,7 @@ def test_progress_counts_up_to_all_bytes(llm: LLM) -> None:
     seen: list[tuple[int, int]] = []
     again = LLM(str(_folder(llm)), max_model_len=64, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    total = sum(p.nbytes for p in again.decoder.parameters())
+    total = again.config.num_parameters() * again.config.dtype.itemsize
     assert seen[-1] == (total, total)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,4 +65,24 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers(monkeypatch: pyt
 
 
 def test_free_memory_of_this_machine_is_a_positive_number() -> None:
-    assert memory.free_bytes(CPU) > 0
+    assert 0 < memory.free_bytes(CPU) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_page_cache_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was just read stands in the page cache; the kernel gives that up when asked."""
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal:  16000 kB\nMemFree:    1000 kB\nMemAvailable:    9000 kB\nBuffers: 10 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", table)
+    assert memory.free_bytes(CPU) == 9000 * 1024
+
+
+@pytest.mark.parametrize("text", [None, "MemTotal: 16000 kB\nMemFree: 1000 kB\n"])
+def test_without_the_kernels_estimate_free_pages_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    table = tmp_path / "meminfo"
+    if text is not None:
+        table.write_text(text)
+    monkeypatch.setattr(memory, "MEMINFO", table)
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert memory.free_bytes(CPU) == 7 * 4096

@@ -19,6 +19,9 @@ CONFIG = load_config("random:tiny")
 class Notes:
     """A decoder whose hidden state of a token is its id, and whose logits are that twice."""
 
+    def pack_weights(self) -> None:
+        pass
+
     def __call__(self, ids: Any, positions: Any, caches: Any, slots: Any, meta: Any, decode: bool) -> torch.Tensor:
         self.ids, self.positions, self.slots = ids.tolist(), positions.tolist(), slots.tolist()
         self.dtypes = {ids.dtype, positions.dtype, slots.dtype}

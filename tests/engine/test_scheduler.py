@@ -144,15 +144,26 @@ def test_no_more_sequences_than_allowed() -> None:
 
 def test_br_063_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
     plans = scheduler(num_pages=2, page_size=16)
-    message = r"may need 40 tokens of KV cache \(3 pages of 16\), the pool has 2 pages: lower max_tokens"
+    message = r"may need 39 tokens of KV cache \(3 pages of 16\), the pool has 2 pages: lower max_tokens"
     with pytest.raises(ValueError, match=message):
         plans.add(sequence(0, 32, max_tokens=8))
-    with pytest.raises(ValueError, match="may need 33 tokens"):
-        plans.add(sequence(1, 32, max_tokens=1))
-    plans.add(sequence(2, 24, max_tokens=8))  # exactly the pool
+    with pytest.raises(ValueError, match=r"may need 33 tokens of KV cache \(3 pages of 16\)"):
+        plans.add(sequence(1, 33, max_tokens=1))
+    plans.add(sequence(2, 25, max_tokens=8))  # 32 tokens in the cache: exactly the pool
     plans.add(sequence(3, 2, max_tokens=2))
-    run(plans)
+    steps = run(plans)
+    assert [[row[0] for row in step] for step in steps[-2:]] == [[3], [3]]
     assert (plans.pool.free, len(plans.waiting), plans.running) == (2, 0, [])
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "pages"), [(4, 1, 1), (4, 2, 2), (1, 4, 1), (1, 5, 2), (4, 0, 1)])
+def test_pages_are_reserved_for_every_token_but_the_last(num_prompt: int, max_tokens: int, pages: int) -> None:
+    """Its keys would be read by nobody, so they are never written."""
+    plans = scheduler(page_size=4)
+    item = sequence(0, num_prompt, max_tokens)
+    plans.add(item)
+    plans.plan()
+    assert len(item.pages) == pages
 
 
 def test_cancel_while_waiting() -> None:
@@ -257,8 +268,9 @@ class Histories(RuleBasedStateMachine):
     def submit(self, num_prompt: int, max_tokens: int) -> int:
         item = sequence(self.next_id, num_prompt, max_tokens)
         self.next_id += 1
-        if -(-item.max_len // self.plans.page_size) > self.plans.pool.num_pages:
-            with pytest.raises(ValueError, match=f"may need {item.max_len} tokens"):
+        cached = num_prompt + max_tokens - 1
+        if -(-cached // self.plans.page_size) > self.plans.pool.num_pages:
+            with pytest.raises(ValueError, match=f"may need {cached} tokens"):
                 self.plans.add(item)
         else:
             self.plans.add(item)

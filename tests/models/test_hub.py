@@ -24,6 +24,8 @@ REPOSITORY = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
     "vocab.json",
     "model.safetensors",
     "model-00001-of-00002.safetensors",
@@ -63,12 +65,22 @@ def test_a_model_fetches_what_decoder_and_tokenizer_need(snapshots: list[dict[st
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "special_tokens_map.json",
         "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
         "model.safetensors",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
+
+
+def test_a_cache_that_holds_only_the_config_is_not_taken_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's library answers with what was fetched for `info` when it cannot reach the hub."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path))
+    assert one_line("owner/name").startswith("owner/name: no model*.safetensors on the Hugging Face Hub, or it")
 
 
 def test_a_config_fetches_no_weights(snapshots: list[dict[str, Any]]) -> None:

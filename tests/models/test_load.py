@@ -62,14 +62,18 @@ def test_an_unknown_dtype_is_refused_before_anything_is_opened(dtype: Any) -> No
         load_model("/nonexistent/model.gguf", dtype=dtype)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:77", "xpu"])
-def test_a_device_that_is_not_there_is_refused_before_anything_is_opened(device: str) -> None:
-    with pytest.raises(ValueError, match=f"device must be one that this machine has, was '{device}'") as caught:
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "xpu", "meta", "", 77, None, torch.device("meta")])
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_opened(device: Any) -> None:
+    """In one sentence with the choices; PyTorch's own message lists thirty backends that are not there either."""
+    message = rf"^device must be one that this machine has \(cpu.*\), was '{device}'"
+    with pytest.raises(ValueError, match=message) as caught:
         load_model("/nonexistent/model.gguf", device=device)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 150
 
 
-def test_quantised_files_are_bf16_away_from_the_cpu(tmp_path: Path) -> None:
+def test_quantised_files_are_bf16_away_from_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_check_device", torch.device)  # lets the meta device stand for a GPU
     model = tiny.reference_model("qwen3")
     path = tiny.write_gguf(model, tmp_path / "model.gguf", "Q8_0")
     assert load_model(path).config.dtype == torch.float32
@@ -145,7 +149,10 @@ def test_what_exists_wins_over_a_hub_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("source", ["gpt2", "./missing", "/missing/folder", "a/b/c", "../x", "owner/model.gguf", ""])
-def test_a_source_that_is_nothing_is_refused_in_one_line(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_nothing_is_refused_in_one_line(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(load_module.hub, "fetch", lambda *args, **kwargs: pytest.fail("the hub was asked"))
     for load in (load_config, load_model):
         with pytest.raises(CheckpointError, match=r"is no folder, no \.gguf file, no hub name") as caught:

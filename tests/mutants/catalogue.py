@@ -32,7 +32,11 @@ VALUES, LAYOUTS, GRADIENTS, MUTATION, ERRORS, COST = (
 
 MUTANTS = [
     # Attention
-    Mutant("mask dropped", PAGED, "    if masked:\n", "    if False:\n", OF["attention"], "br_026_causal"),
+    Mutant(
+        "mask dropped",
+        PAGED, "    hidden = key > position\n", "    hidden = key < 0\n",
+        OF["attention"], "br_026_causal",
+    ),
     Mutant(
         "causal mask lined up at the top left",
         PAGED, "torch.arange(first, first + rows,", "torch.arange(0, rows,",
@@ -44,16 +48,25 @@ MUTANTS = [
         OF["attention"], "br_027_window_shows and 4",
     ),
     Mutant(
-        "window one key too short in the slice",
-        PAGED, "start + row - window + 1 - first_key", "start + row - window + 2 - first_key",
+        "window one key too short in what is gathered",
+        PAGED, "max(0, start - window + 1)", "max(0, start - window + 2)",
         OF["attention"], "br_027_window_shows and 4",
     ),
     Mutant(
+        "window one key too short in a later block of rows",
+        PAGED, "start + row - window + 1 - first_key", "start + row - window + 2 - first_key",
+        VALUES, "sweep and prefill_attention.ref and float32 and 150 and window",
+    ),
+    Mutant(
         "a row that sees nothing is NaN",
-        PAGED, '(peak.masked_fill(peak == float("-inf"), 0) if masked else peak)', "peak",
+        PAGED, "hidden.all(-1, keepdim=True), 0)", "hidden.all(-1, keepdim=True), float('nan'))",
         OF["attention"], "br_008_rows",
     ),
-    Mutant("LSE without its logarithm", PAGED, "(peak + total.log())", "(peak + total)", OF["attention"], "lse_is_the"),
+    Mutant(
+        "LSE without its logarithm",
+        PAGED, "torch.logsumexp(scores, -1).view", "scores.exp().sum(-1).view",
+        OF["attention"], "lse_is_the",
+    ),
     Mutant(
         "block table ignored",
         PAGED, "pages = table[", "pages = torch.arange(len(table), device=table.device)[",
@@ -84,22 +97,23 @@ MUTANTS = [
     ),
     Mutant(
         "eps forgotten",
-        NORM, ".add_(eps)", ".add_(0.0)",
+        NORM, "x.contiguous(), weight.shape, weight, eps)", "x.contiguous(), weight.shape, weight, 0.0)",
         OF["norm"], "rms_norm_by_hand",
     ),
     Mutant(
         "FP32 weight rounded to the input's dtype",
-        NORM, ".mul_(weight)", ".mul_(weight.to(x.dtype))",
+        NORM, "weight.shape, weight.float(), eps)", "weight.shape, weight.to(x.dtype).float(), eps)",
         OF["norm"], "br_004_fp32",
     ),
     Mutant(
         "squares in the input's dtype",
-        NORM, "values.square()", "values.to(x.dtype).square().to(values.dtype)",
+        NORM, "torch.rms_norm(x.contiguous(), weight.shape, weight, eps)",
+        "x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight",
         OF["norm"], "br_001_fp16",
     ),
     Mutant(
         "the in-place form leaves the residual as it was",
-        NORM, "residual.add_(x)\n    x.copy_(_reference(residual,", "x.copy_(_reference(residual + x,",
+        NORM, "_reference(residual.add_(x),", "_reference(residual + x,",
         VALUES, "sweep and fused_add_rms_norm_.ref and float32",
     ),
     Mutant(
@@ -165,7 +179,7 @@ MUTANTS = [
     # Activation
     Mutant(
         "silu on the wrong half",
-        "ops/activation.py", "(F.silu(gate) * up)", "(F.silu(up) * gate)",
+        "ops/activation.py", "F.silu(wide(gate)).mul_(up)", "F.silu(wide(up)).mul_(gate)",
         "ops/test_activation.py", "by_hand",
     ),
     Mutant(
@@ -177,13 +191,12 @@ MUTANTS = [
     # RoPE and the cache
     Mutant(
         "rotation the other way round",
-        ROPE, "torch.cat((a * cos - b * sin, b * cos + a * sin), -1)",
-        "torch.cat((a * cos + b * sin, b * cos - a * sin), -1)",
+        ROPE, "(a * cos - b * sin, b * cos + a * sin)", "(a * cos + b * sin, b * cos - a * sin)",
         OF["rope"], "quarter_turns",
     ),
     Mutant(
         "interleaved and half pairs exchanged",
-        ROPE, "    if interleaved:\n", "    if not interleaved:\n",
+        ROPE, "if interleaved else ((2, half), -2)", "if not interleaved else ((2, half), -2)",
         OF["rope"], "quarter_turns",
     ),
     Mutant(
@@ -208,13 +221,24 @@ MUTANTS = [
     ),
     Mutant(
         "slot -1 writes the last slot",
-        STEP, "if bool((slots < 0).any()):", "if False:",
+        STEP, "if where and min(where) < 0:", "if False:",
         OF["qk_norm_rope_cache"], "br_068",
     ),
     Mutant(
         "values are not written",
         STEP, "    v_cache[pages, :, offsets] = v", "    v_cache.add_(0)",
         OF["qk_norm_rope_cache"], "page_and_offset",
+    ),
+    Mutant(
+        "the value of a lone token is not written",
+        STEP, "v_cache[page, :, offset].copy_(v[0])", "pass",
+        VALUES, "sweep and qk_norm_rope_cache_.ref and float32",
+    ),
+    # Linear
+    Mutant(
+        "a packed weight forgets its bias",
+        "ops/linear.py", "_linear_pointwise(rows, weight, bias,", "_linear_pointwise(rows, weight, None,",
+        "ops/test_linear.py", "packed",
     ),
     # Sampling
     Mutant(

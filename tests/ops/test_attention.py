@@ -348,3 +348,23 @@ def test_a_head_count_that_does_not_divide_is_refused(name: str) -> None:
         getattr(ops, name)(torch.zeros(1, 3, 64), paged.k, paged.v, paged.meta([1]))
     with pytest.raises(ValueError, match=r"^window must be 0 \(off\) or more, was -1"):
         getattr(ops, name)(torch.zeros(1, 4, 64), paged.k, paged.v, paged.meta([1]), window=-1)
+
+
+def test_lengths_beyond_the_block_table_are_refused() -> None:
+    """A length that the table has no pages for would else attend the keys it finds, in silence."""
+    q, cache = torch.ones(1, 1, 8), torch.ones(3, 1, 4, 8)
+    table, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    for length in (5, 9, -1):
+        meta = ops.AttentionMeta(table, torch.tensor([length], dtype=torch.int32), starts, 1, 9)
+        for attention in (ops.decode_attention, ops.prefill_attention):
+            with pytest.raises(ValueError, match=f"seq_lens must fit 1 pages of 4 in the block table, was {length}"):
+                attention(q, cache, cache, meta)
+
+
+@pytest.mark.parametrize("starts", [[0, 5], [-1, 1], [1, 0]], ids=str)
+def test_query_starts_outside_the_rows_are_refused(starts: list[int]) -> None:
+    q, cache = torch.ones(1, 1, 8), torch.ones(3, 1, 4, 8)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    meta = ops.AttentionMeta(table, lengths, torch.tensor(starts, dtype=torch.int32), 5, 1)
+    with pytest.raises(ValueError, match="query_starts must rise from 0 to at most num_tokens = 1"):
+        ops.prefill_attention(q, cache, cache, meta)

@@ -36,6 +36,62 @@ def test_linear_accumulates_in_fp32(target: Target) -> None:
     assert ops.linear(x, weight, backend=target.provider).item() == 4096.0
 
 
+PACKED = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize("shape", [(33,), (1, 33), (2, 3, 33), (130, 33), (0, 33), (2, 0, 33)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_weight_gives_what_the_plain_one_gives(
+    dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator).to(dtype) for s in (shape, (70, 33), (70,)))
+    packed = ops.pack_weight(weight)
+    assert packed.is_mkldnn
+    assert (packed.shape, packed.dtype) == (weight.shape, weight.dtype)
+    out = ops.linear(x, packed, bias if with_bias else None)
+    truth = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+    assert (out.shape, out.dtype, out.is_mkldnn) == (truth.shape, dtype, False)
+    # 33 products and the bias in FP32, in some order, then one rounding to the dtype.
+    magnitude = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    allowed = 34 * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps * truth.abs()
+    assert bool(((out.double() - truth).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_packed_weight_takes_rows_of_any_stride(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(40, 64, generator=generator).to(dtype)
+    wide_rows = torch.randn(5, 200, generator=generator).to(dtype)
+    packed = ops.pack_weight(weight)
+    for x in (wide_rows[:, 7:71], wide_rows.t()[:64].t(), wide_rows[:1, :64].expand(5, 64)):
+        torch.testing.assert_close(ops.linear(x, packed), ops.linear(x.contiguous(), packed))
+
+
+def test_packing_leaves_alone_what_has_no_packed_product() -> None:
+    for weight in (torch.ones(4, 3, dtype=torch.float16), torch.ones(4, 3, dtype=torch.float64), torch.ones(0, 3)):
+        assert ops.pack_weight(weight) is weight
+
+
+def test_packed_weight_is_checked_like_a_plain_one() -> None:
+    packed = ops.pack_weight(torch.ones(4, 3))
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.linear(torch.ones(2, 5), packed)
+    with pytest.raises(ValueError, match=r"weight must be torch.float16, was torch.float32"):
+        ops.linear(torch.ones(2, 3, dtype=torch.float16), packed)
+    with pytest.raises(ValueError, match="bias must have shape"):
+        ops.linear(torch.ones(2, 3), packed, torch.ones(3))
+
+
+def test_packed_weight_under_no_grad_and_inference_mode() -> None:
+    packed, x = ops.pack_weight(torch.ones(4, 3)), torch.ones(2, 3)
+    with torch.no_grad():
+        assert ops.linear(x, packed).tolist() == [[3.0] * 4] * 2
+    with torch.inference_mode():
+        assert ops.linear(x, packed).tolist() == [[3.0] * 4] * 2
+
+
 @implementations("embedding")
 def test_embedding_by_hand(target: Target) -> None:
     weight = torch.arange(12.0, device=target.device).view(4, 3)

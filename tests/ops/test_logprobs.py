@@ -51,6 +51,29 @@ def test_extreme_rows_stay_right(target: Target) -> None:
     assert indices.tolist() == [[7], [9]]
 
 
+@logprobs
+def test_br_060_a_row_without_a_token_or_a_distribution_is_nan_and_no_error(target: Target) -> None:
+    """What `sample` returns may be handed on as it is; the rows beside keep their values."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    expected = torch.log_softmax(logits, -1)
+    logits[1], logits[2, 3], logits[3, 4], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
+    ids = torch.tensor([7, ops.NO_TOKEN, ops.NO_TOKEN, 4, ops.NO_TOKEN, ops.NO_TOKEN])
+    tensors = logits.to(target.device), ids.to(target.device)
+    chosen, values, indices = (out.cpu() for out in ops.top_logprobs(*tensors, 3, backend=target.provider))
+    assert chosen.isnan().tolist() == [False, True, True, True, True, True]
+    assert values.isnan().tolist() == [[False] * 3, *[[True] * 3] * 4, [False] * 3]
+    assert ((indices >= 0) & (indices < 50)).all()
+    torch.testing.assert_close(chosen[0], expected[0, 7], rtol=1e-5, atol=1e-5)
+    for good in (0, 5):
+        torch.testing.assert_close(values[good], expected[good].topk(3).values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("token", [-2, 4])
+def test_other_ids_outside_the_vocabulary_are_no_answer(token: int) -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        ops.top_logprobs(torch.zeros(1, 4), torch.tensor([token]), 1, backend="ref")
+
+
 @pytest.mark.parametrize("k", [-1, 5])
 def test_k_must_fit_the_vocabulary(k: int) -> None:
     with pytest.raises(ValueError, match=f"^k must be from 0 to vocab_size = 4, was {k}"):

@@ -219,3 +219,13 @@ def test_x_and_residual_may_be_rows_of_one_buffer() -> None:
     torch.testing.assert_close(x, F.rms_norm(total, (16,), None, 1e-6))
     assert torch.equal(buffer[:, 16:20], before[:, 16:20])
     assert torch.equal(buffer[:, 36:], before[:, 36:])
+
+
+def test_in_place_arguments_must_not_be_the_same_memory() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    for residual in (x, x.view_as(x), x[:]):
+        with pytest.raises(ValueError, match="residual must not share x's memory"):
+            ops.fused_add_rms_norm_(x, residual, weight)
+    both = torch.ones(2, 8)
+    ops.fused_add_rms_norm_(both[:, :4], both[:, 4:], weight)  # slices of one buffer are two tensors
+    assert both[:, 4:].tolist() == [[2.0] * 4] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -13,14 +14,12 @@ from typing import Any
 
 from rooflight.bench.measurement import RequestTiming
 
-ENGINES = ("rooflight", "transformers")
+PEERS = ("transformers",)
 
 
-def missing(engine: str) -> str | None:
-    """Why an engine cannot run here, or None."""
-    if engine not in ENGINES:
-        raise ValueError(f"peer must be one of {', '.join(ENGINES[1:])}, was {engine!r}")
-    return None if importlib.util.find_spec(engine) else "not installed"
+def missing(peer: str) -> str | None:
+    """Why a peer cannot run here, or None."""
+    return None if importlib.util.find_spec(peer) else "not installed"
 
 
 class ContenderProcess:
@@ -40,8 +39,9 @@ class ContenderProcess:
 
     def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: `_read` tells of what
+            self._process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.flush()
         reply = self._read()
         return RequestTiming(reply["first_token"], reply["total"], tuple(reply["tokens"]))
 

@@ -16,7 +16,8 @@ import torch
 from rooflight.bench.ceiling import cpu_read_bandwidth
 from rooflight.bench.environment import describe
 from rooflight.bench.measurement import RequestTiming, Spread
-from rooflight.bench.process import ContenderProcess, missing
+from rooflight.bench.process import PEERS, ContenderProcess, missing
+from rooflight.engine.memory import CPU_CONTEXT
 from rooflight.models.load import DTYPES, load_config
 
 MILLISECONDS = 1e3
@@ -48,7 +49,8 @@ class RequestSetup:
             if dtype not in DTYPES:
                 raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, was {dtype!r}")
         for peer in self.peers:
-            missing(peer)
+            if peer not in PEERS or self.peers.count(peer) > 1:
+                raise ValueError(f"peer must be one of {', '.join(PEERS)}, each once, was {', '.join(self.peers)}")
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,10 @@ def run(setup: RequestSetup, progress: Callable[[str, int, int], None] = lambda 
     absent = {peer: reason for peer in setup.peers if (reason := missing(peer))}
     engines = ["rooflight", *(peer for peer in setup.peers if peer not in absent)]
     config = load_config(setup.model)
+    context = min(config.max_position_embeddings, CPU_CONTEXT)  # what the engine takes on a CPU by itself
+    if max(setup.prompts) + setup.max_tokens > context:
+        longest = f"{max(setup.prompts)} and {setup.max_tokens}"
+        raise ValueError(f"the longest prompt and max_tokens must fit the context of {context} tokens, were {longest}")
     bandwidth = cpu_read_bandwidth(setup.threads)
     rows: list[RequestRow] = []
     total = len(setup.dtypes) * len(setup.prompts) * (setup.rounds + 1)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
+def prepare(folder: Path) -> None:
+    """Make the folder; OSError naming it if that cannot be done or nothing may be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
 def write(folder: Path, name: str, data: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `name`.json and `name`.csv (the rows, nested values as dotted columns) into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
     as_json, as_csv = folder / f"{name}.json", folder / f"{name}.csv"
     as_json.write_text(json.dumps(data, indent=1) + "\n")
     rows = [_flat(row) for row in data["rows"]]

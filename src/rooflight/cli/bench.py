@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +16,16 @@ from rich.table import Table
 
 from rooflight.bench import results
 from rooflight.bench.request import RequestReport, RequestSetup, run
+from rooflight.cli import loading
 
-app = typer.Typer(no_args_is_help=True, help="Measure operators and engines, each figure next to its limit.")
+app = typer.Typer()
 
 
-@app.callback()
-def bench() -> None:
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
     """Measure operators and engines, each figure next to its limit."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -39,6 +45,8 @@ def request(
 
     Example: rooflight bench request --peer transformers --dtype fp32 --dtype bf16
     """
+    threads = threads or os.cpu_count() or 1
+    loading.check_threads(threads)
     setup = RequestSetup(
         model=model,
         peers=tuple(peer or ()),
@@ -46,17 +54,28 @@ def request(
         prompts=tuple(prompt_tokens or (32, 128, 512)),
         max_tokens=max_tokens,
         rounds=rounds,
-        threads=threads or os.cpu_count() or 1,
+        threads=threads,
     )
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting")
-        report = run(setup, lambda what, done, of: bar.update(task, description=what, completed=done, total=of))
+    results.prepare(out)  # a folder that cannot be written should not cost the measurement
+    with _bar() as progress:
+        report = run(setup, progress)
     Console().print(_table(report))
     for name, reason in report.absent.items():
         typer.echo(f"{name}: {reason}")
     for path in results.write(out, "request", report.as_data()):
         typer.echo(f"wrote {path}")
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar of rounds on stderr that goes away when done; none where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, of: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting")
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
 
 
 def _table(report: RequestReport) -> Table:

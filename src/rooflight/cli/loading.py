@@ -57,11 +57,15 @@ def set_threads(threads: int | None) -> None:
     """Let PyTorch compute with `threads` CPU threads; None leaves its own choice."""
     if threads is None:
         return
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads must be from 1 to {MAX_THREADS}, was {threads}")
+    check_threads(threads)
     import torch
 
     torch.set_num_threads(threads)
+
+
+def check_threads(threads: int) -> None:
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads must be from 1 to {MAX_THREADS}, was {threads}")
 
 
 @contextmanager

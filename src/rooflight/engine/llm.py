@@ -33,6 +33,7 @@ class LLM:
     max_model_len: most tokens of prompt and answer together. num_pages, page_size: the KV pool, allocated once.
     max_num_seqs: most requests that decode together. prefill_chunk: prompt tokens a step.
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
+    On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
     progress: called with (bytes loaded, bytes in all). Raises ValueError for arguments and files that are wrong,
     FileNotFoundError for a folder without tokenizer.json.
     """
@@ -86,7 +87,8 @@ class LLM:
         for an answer in the context, or parameters whose number differs; nothing is run then.
         """
         many = _as_list(prompts)
-        options = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        one = SamplingParams() if params is None else params
+        options = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * len(many)
         if len(options) != len(many):
             raise ValueError(f"params must be one or as many as prompts = {len(many)}, was {len(options)}")
         opened: list[Generator[Chunk, None, None]] = []
@@ -98,15 +100,17 @@ class LLM:
             for chunks in opened:
                 chunks.close()
 
-    def chat(self, messages: str | Messages, params: SamplingParams | None = None, **template: Any) -> Completion:
+    def chat(self, messages: str | Messages, /, params: SamplingParams | None = None, **template: Any) -> Completion:
         """Answer a conversation: [{"role": "user", "content": …}, …] or one user text.
 
-        Further keywords go to the model's chat template (`enable_thinking=False`, `tools=[…]`).
+        Further keywords go to the model's chat template (`enable_thinking=False`, `tools=[…]`); here and in `stream`,
+        `params` is always the sampling parameters. A template that has a variable of that name gets it through
+        `encode_chat`, whose token ids `generate` and `stream` take. The name `messages` is refused with ValueError.
         """
         return self.generate([self.encode_chat(messages, **template)], params)[0]
 
     def stream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+        self, prompt: Prompt | Messages, /, params: SamplingParams | None = None, **template: Any
     ) -> Generator[Chunk, None, None]:
         """Like `generate` for one prompt, or `chat` for a list of messages, a chunk at a time.
 
@@ -117,9 +121,11 @@ class LLM:
         if template and not is_chat:
             raise ValueError(f"prompt must be a list of messages for template keywords, which were {sorted(template)}")
         ids = self.encode_chat(prompt, **template) if is_chat else self.encode(prompt)  # type: ignore[arg-type]
-        return self._open(ids, params or SamplingParams())
+        return self._open(ids, SamplingParams() if params is None else params)
 
     def _open(self, ids: list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, was {params!r}")
         chunks = self._chunks(self.engine.submit(ids, params))
         next(chunks)  # a generator that was never started would free nothing when it is dropped
         return chunks
@@ -151,8 +157,8 @@ class LLM:
                 raise ValueError(f"prompt must be a text or a list of token ids ({error})") from None
         return self._need_tokenizer().encode(prompt)
 
-    def encode_chat(self, messages: str | Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template."""
+    def encode_chat(self, messages: str | Messages, /, **template: Any) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template with every keyword as its variable."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self._need_tokenizer().encode_chat(messages, **template)

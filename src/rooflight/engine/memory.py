@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from rooflight.models.config import ModelConfig
 
 CPU_CONTEXT = 8192  # a longer default context would reserve gigabytes nobody asked for
 SHARE = 0.9  # of the memory that is free after the weights
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,15 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on the device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):  # counts the page cache, which a just read model fills, as free
+            return int(line.split()[1]) * 1024
+    free = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has only the latter
+    return os.sysconf(free) * os.sysconf("SC_PAGE_SIZE")
 
 
 def plan_cache(

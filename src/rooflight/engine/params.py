@@ -15,7 +15,8 @@ class SamplingParams:
 
     max_tokens: most tokens to generate; 0 gives an empty completion, and the context's end ends every request.
     temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1 is off, 0 is greedy. min_p: 0 is off. They apply in this
-    order. seed: same seed, same prompt, same tokens, whoever shares the batch; None draws a seed. stop: strings that
+    order. seed: a draw depends on it, the logits and the position, not on who shares the batch (whose size may change
+    how matrix products round, and so a token between two that are almost even); None draws a seed. stop: strings that
     end the text and are not part of it. stop_token_ids: end tokens besides the model's own. ignore_eos: the model's end
     tokens do not end the request. min_tokens: no end token is drawn and no stop string heeded before.
     Raises ValueError naming the field, its range and the value.

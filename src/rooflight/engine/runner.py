@@ -11,13 +11,18 @@ from rooflight.ops import AttentionMeta
 
 
 class Runner:
-    """Owns the model and the KV memory. Nothing outside knows where tensors live."""
+    """Owns the model and the KV memory. Nothing outside knows where tensors live.
+
+    On a CPU it packs the decoder's weights, in place.
+    """
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_model_len: int) -> None:
         self.decoder = decoder
         self.cache = cache
         self.device = cache.data.device
         self.max_model_len = max_model_len
+        if self.device.type == "cpu":
+            decoder.pack_weights()
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits (rows that sample, vocab_size) FP32, in the order of the plan's rows."""

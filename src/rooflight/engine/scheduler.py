@@ -1,8 +1,8 @@
 """Who runs in this step. The only room that knows about pages.
 
-This is the simplest scheduler that is right: a static batch. Requests are taken in order while their pages, prompt and
-every token they may generate, fit; their prompts are run one after the other in chunks, then all decode together until
-the last has ended; then comes the next batch. A step's plan is plain data.
+This is the simplest scheduler that is right: a static batch. Requests are taken in order while their pages fit, which
+are reserved for the prompt and every token they may generate but the last; their prompts are run one after the other in
+chunks, then all decode together until the last has ended; then comes the next batch. A step's plan is plain data.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_cached(self) -> int:
+        """Most tokens it may have in the cache: the last one generated is delivered and never run."""
+        return max(self.max_len - 1, self.num_prompt)
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; ValueError if it could never fit the pool."""
-        need = self.pages_for(sequence.max_len)
+        need = self.pages_for(sequence.max_cached)
         if need > self.pool.num_pages:
             raise ValueError(
-                f"the request may need {sequence.max_len} tokens of KV cache ({need} pages of {self.page_size}), "
+                f"the request may need {sequence.max_cached} tokens of KV cache ({need} pages of {self.page_size}), "
                 f"the pool has {self.pool.num_pages} pages: lower max_tokens or give the cache more pages"
             )
         self.waiting.append(sequence)
@@ -96,7 +101,7 @@ class Scheduler:
 
     def _start_batch(self) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs:
-            need = self.pages_for(self.waiting[0].max_len)
+            need = self.pages_for(self.waiting[0].max_cached)
             if need > self.pool.free:
                 break
             sequence = self.waiting.popleft()

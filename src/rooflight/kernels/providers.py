@@ -20,7 +20,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels also run on the CPU, in its interpreter."""
+    """Whether Triton kernels also run on the CPU, in its interpreter (set before Triton is imported)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

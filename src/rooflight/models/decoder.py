@@ -43,6 +43,16 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    # Past nn.Module's hook machinery: at batch 1 on a CPU its 5 to 10 us a call add up to a twentieth of a token.
+    __call__ = forward
+
+    def pack(self) -> None:
+        """Replace the weight by its packed layout; it is no parameter any more."""
+        packed = ops.pack_weight(self.weight)
+        if packed is not self.weight:
+            del self.weight
+            self.weight = packed
+
 
 class DecoderLayer(nn.Module):
     """Attention and MLP with their norms."""
@@ -130,12 +140,26 @@ class Decoder(nn.Module):
         table = rope_table(config.rope, config.head_dim, config.max_position_embeddings, device)
         self.register_buffer("cos_sin", table, persistent=False)
 
+    def pack_weights(self) -> None:
+        """Lay the projections out as the CPU's matrix library reads them fastest, one at a time, in place.
+
+        For running only: a packed decoder cannot be moved, cast or saved. The embedding stays as it is, so a tied head
+        costs its packed copy.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
     def _tie(self) -> None:
         if self.config.tie_word_embeddings:
             self.head.weight = self.embed
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts as every module does, except that the RoPE table stays FP32 and keeps its values."""
+        if self.head.weight.is_mkldnn:
+            raise RuntimeError(
+                "this decoder was packed for a CPU (pack_weights) and cannot be moved or cast: load it again"
+            )
         table = self.cos_sin
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()  # to_empty() replaces each parameter by its own

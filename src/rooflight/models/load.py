@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,18 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _check_device(device: str | torch.device) -> torch.device:
-    try:
+    """The device, if operators run on it; ValueError with the choices of this machine if not."""
+    place, reason = None, ""
+    with suppress(RuntimeError, TypeError):  # no device by that name
         place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:  # the latter from a build of torch without that backend
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device must be one that this machine has, was {device!r} ({reason})") from error
-    return place
+    if place is not None and place.type in ("cpu", "cuda"):
+        try:
+            torch.empty(0, device=place)
+            return place
+        except (RuntimeError, AssertionError) as error:  # the latter from a build of torch without CUDA
+            reason = f" ({str(error).splitlines()[0].split('. ')[0]})"
+    choices = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+    raise ValueError(f"device must be one that this machine has ({choices}), was {str(device)!r}{reason}")
 
 
 def _open_random(name: str) -> _Opened:

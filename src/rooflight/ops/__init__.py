@@ -3,7 +3,7 @@
 from rooflight.ops.activation import silu_and_mul
 from rooflight.ops.contract import REGISTRY, Cost, Make, Operator, backend
 from rooflight.ops.decode_attention import decode_attention, decode_attention_lse
-from rooflight.ops.linear import embedding, linear
+from rooflight.ops.linear import embedding, linear, pack_weight
 from rooflight.ops.logprobs import top_logprobs
 from rooflight.ops.merge_attention import merge_attention
 from rooflight.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
@@ -29,6 +29,7 @@ __all__ = [
     "fused_add_rms_norm_",
     "linear",
     "merge_attention",
+    "pack_weight",
     "penalize_logits_",
     "prefill_attention",
     "prefill_attention_lse",

@@ -29,11 +29,17 @@ def has_dtype(argument: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 def has_shape(argument: str, tensor: torch.Tensor, *shape: int | None) -> None:
     """Exact sizes; None leaves a dimension free."""
-    if tensor.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wish = ", ".join("any" if n is None else str(n) for n in shape)
-        fail(argument, f"have shape ({wish})", tuple(tensor.shape))
+    have = tensor.shape
+    if len(have) != len(shape):
+        _wrong_shape(argument, have, shape)
+    for size, wish in zip(have, shape):  # noqa: B905 - a decode step makes thousands of checks, so they are bare loops
+        if wish is not None and size != wish:
+            _wrong_shape(argument, have, shape)
+
+
+def _wrong_shape(argument: str, have: torch.Size, shape: tuple[int | None, ...]) -> None:
+    wish = ", ".join("any" if n is None else str(n) for n in shape)
+    fail(argument, f"have shape ({wish})", tuple(have))
 
 
 def has_rows(argument: str, tensor: torch.Tensor) -> None:
@@ -58,7 +64,8 @@ def same_shape(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None
 
 def no_overlap(argument: str, tensor: torch.Tensor) -> None:
     """A tensor that is written must not hold the same element twice (an expanded tensor does)."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    strides = tensor.stride()
+    if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True)):
         fail(argument, "not be expanded (stride 0), since it is written", f"strides {tensor.stride()}")
 
 
@@ -72,6 +79,13 @@ def logit_rows(logits: torch.Tensor, **rows: tuple[torch.Tensor, torch.dtype]) -
         has_dtype(name, tensor, dtype)
         has_shape(name, tensor, logits.shape[0])
         same_device(name, tensor, logits)
+
+
+def not_the_same(argument: str, tensor: torch.Tensor, name: str, other: torch.Tensor) -> None:
+    """Two arguments that are both written must not begin at the same element; slices of one buffer are fine."""
+    same_storage = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]
+    if same_storage and tensor.storage_offset() == other.storage_offset() and tensor.numel():
+        fail(argument, f"not share {name}'s memory, since both are written", "the same memory")
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,9 +118,8 @@ class Operator:
         overload_name = f"{self.name}.{provider}"
         LIBRARY.define(overload_name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         if implementation is not None:
-            checked = _with_checks(implementation, self.check)
             for device_type in device_types:
-                LIBRARY.impl(overload_name, checked, device_type.upper())
+                self.implement(provider, implementation, device_type.upper())
         torch.library.register_fake(f"{NAMESPACE}::{overload_name}", _with_checks(self.fake, self.check), lib=LIBRARY)
         overload = getattr(getattr(torch.ops.rooflight, self.name), provider)
         self.providers[provider] = overload
@@ -130,6 +129,10 @@ class Operator:
             attach_autograd(LIBRARY, overload, self.setup_context, self.backward)
         for device_type in device_types:
             self._prefer(device_type, provider)
+
+    def implement(self, provider: str, implementation: Callable[..., Any], dispatch_key: str) -> None:
+        """Give a provider's overload its kernel for one dispatch key, behind the operator's checks."""
+        LIBRARY.impl(f"{self.name}.{provider}", _with_checks(implementation, self.check), dispatch_key)
 
     def _prefer(self, device_type: str, provider: str) -> None:
         current = self.active.get(device_type)

@@ -22,6 +22,7 @@ from rooflight.ops.paged_attention import (
     empty_result,
     fake,
     host_lengths,
+    no_lse,
     paged_inputs,
 )
 
@@ -37,7 +38,7 @@ def decode_attention(
     backend: str | None = None,
 ) -> torch.Tensor:
     """Attention of one new token a sequence; see `decode_attention_lse` for the arguments. Returns out only."""
-    return decode_attention_lse(q, k_cache, v_cache, meta, scale=scale, window=window, backend=backend)[0]
+    return _run(q, k_cache, v_cache, meta, scale, window, False, backend)[0]
 
 
 def decode_attention_lse(
@@ -54,10 +55,25 @@ def decode_attention_lse(
 
     Everything else as in `prefill_attention_lse`; meta.query_starts is not read. A sequence of length 0 gives zeros.
     """
+    return _run(q, k_cache, v_cache, meta, scale, window, True, backend)
+
+
+def _run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMeta,
+    scale: float | None,
+    window: int,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     operator = DECODE_ATTENTION.overload(q, backend)
     table, lengths = meta.block_table, meta.seq_lens
-    return operator(q, k_cache, v_cache, table, lengths, meta.max_seq_len, scale, window)  # type: ignore[no-any-return]
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = operator(q, k_cache, v_cache, table, lengths, meta.max_seq_len, scale, window, return_lse)
+    return result
 
 
 def _check_decode(
@@ -68,7 +84,8 @@ def _check_decode(
     seq_lens: torch.Tensor,
     max_seq_len: int,
     scale: float,
-    window: int = 0,
+    window: int,
+    return_lse: bool,
 ) -> None:
     check_cache(q, k_cache, v_cache, block_table, seq_lens, window)
     checks.has_shape("seq_lens", seq_lens, q.shape[0])
@@ -82,18 +99,21 @@ def _decode_reference(
     seq_lens: torch.Tensor,
     max_seq_len: int,
     scale: float,
-    window: int = 0,
+    window: int,
+    return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [
-        attend_sequence(q[i : i + 1], k_cache, v_cache, block_table[i], length, scale, window)
-        for i, length in enumerate(seq_lens.tolist())
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    out, lse = empty_result(q)
-    for index, part in enumerate(parts):
-        out[index : index + 1], lse[index : index + 1] = part
-    return out, lse
+    lengths = seq_lens.tolist()
+    rest = scale, window, return_lse
+    if len(lengths) == 1:
+        out, lse = attend_sequence(q, k_cache, v_cache, block_table[0], lengths[0], *rest)
+        return out, no_lse(q) if lse is None else lse
+    out, all_lse = empty_result(q, return_lse)
+    for index, length in enumerate(lengths):
+        row = slice(index, index + 1)
+        out[row], lse = attend_sequence(q[row], k_cache, v_cache, block_table[index], length, *rest)
+        if lse is not None:
+            all_lse[row] = lse
+    return out, all_lse
 
 
 def _decode_composition(
@@ -105,11 +125,12 @@ def _decode_composition(
     max_seq_len: int,
     scale: float,
     window: int,
+    return_lse: bool,
     *,
     compute: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    rest = block_table, seq_lens, starts, 1, max_seq_len, scale, window
+    rest = block_table, seq_lens, starts, 1, max_seq_len, scale, window, return_lse
     return compose(q, k_cache, v_cache, *rest, compute=compute)
 
 
@@ -129,13 +150,13 @@ def _inputs(
 ) -> Args:
     query_lens = [1] * len(seq_lens)
     tensors = paged_inputs(make, seq_lens, query_lens, num_heads, num_kv_heads, head_dim, page_size, float("nan"))
-    return *tensors[:5], max([*seq_lens, 0]), head_dim**-0.5, window
+    return *tensors[:5], max([*seq_lens, 0]), head_dim**-0.5, window, True
 
 
 DECODE_ATTENTION = define(
     "decode_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, int max_seq_len, float scale, "
-    "int window=0) -> (Tensor, Tensor)",
+    "int window, bool return_lse) -> (Tensor, Tensor)",
     reference=_decode_reference,
     fake=fake,
     cost=_cost,

@@ -23,9 +23,9 @@ from rooflight.ops.contract import Cost, Make
 
 QUERY_BLOCK = 128  # rows of scores the reference holds at a time
 
-# Twice the usual bound: scores are sums over head_dim inside an exponential, and the matrix library sums them in another
-# order for another number of rows, so two right compositions differ by more than either rounds (seen: 2.4x in FP32 at
-# head_dim 128 and 256 on an H200, one element in 10,000).
+# Twice the usual bound: scores are sums over head_dim inside an exponential, and the matrix library sums them in
+# another order for another number of rows, so two right compositions differ by more than either rounds (seen: 2.4x in
+# FP32 at head_dim 128 and 256 on an H200, one element in 10,000).
 ATTENTION_TOLERANCE = 4.0
 
 
@@ -72,28 +72,27 @@ def check_cache(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, first_key: int, scale: float, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows q (rows, num_heads, head_dim) at positions first, first + 1, … over k, v (num_kv_heads, keys, head_dim),
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, scale: float, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q: (rows, num_heads, head_dim) over k, v: (num_kv_heads, keys, head_dim); hidden: (rows, keys) bool or None.
 
-    whose key 0 is at position first_key. All query heads of a KV head are served by one product.
+    All query heads of a KV head are served by one product.
     """
     rows, heads, dim = q.shape
     kv_heads, keys, _ = k.shape
     group = heads // kv_heads
     grouped = wide(q).view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-    scores = torch.bmm(grouped, wide(k).transpose(1, 2)).mul_(scale).view(kv_heads, group, rows, keys)
-    masked = keys == 0 or rows > 1 or window > 0 or first + 1 < first_key + keys
-    if masked:
-        scores.masked_fill_(_hidden(q.device, rows, keys, first, first_key, window), float("-inf"))
-    peak = scores.amax(-1, keepdim=True) if keys else scores.new_full((kv_heads, group, rows, 1), float("-inf"))
-    # A row that sees nothing has peak -inf and total 0: its weights must come out as 0, not as NaN.
-    weights = torch.exp(scores - (peak.masked_fill(peak == float("-inf"), 0) if masked else peak))
-    total = weights.sum(-1, keepdim=True)
-    out = torch.bmm(weights.view(kv_heads, group * rows, keys), wide(v)).view(kv_heads, group, rows, dim)
-    out = out / (total.masked_fill(total == 0, 1) if masked else total)
-    lse = (peak + total.log()).squeeze(-1)
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype), lse.permute(2, 0, 1).reshape(rows, heads)
+    scores = torch.bmm(grouped, wide(k).transpose(1, 2)).mul_(scale)  # (num_kv_heads, group * rows, keys)
+    if hidden is not None:
+        scores.view(kv_heads, group, rows, keys).masked_fill_(hidden, float("-inf"))
+    weights = torch.softmax(scores, -1)
+    if hidden is not None:  # a row that sees nothing: 0, not the NaN of an empty softmax
+        weights.view(kv_heads, group, rows, keys).masked_fill_(hidden.all(-1, keepdim=True), 0)
+    out = torch.bmm(weights, wide(v)).view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
+    if not return_lse:
+        return out.to(q.dtype), None
+    lse = torch.logsumexp(scores, -1).view(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
+    return out.to(q.dtype), lse
 
 
 def _hidden(device: torch.device, rows: int, keys: int, first: int, first_key: int, window: int) -> torch.Tensor:
@@ -118,35 +117,48 @@ def attend_sequence(
     length: int,
     scale: float,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one sequence's new tokens q, which end at position length - 1, a block of rows at a time."""
-    start = length - q.shape[0]  # position of the first new token; negative rows see nothing
+    num_rows = q.shape[0]
+    if not 0 <= length <= table.shape[0] * k_cache.shape[2]:
+        checks.fail("seq_lens", f"fit {table.shape[0]} pages of {k_cache.shape[2]} in the block table", length)
+    start = length - num_rows  # position of the first new token; negative rows see nothing
     first_key = max(0, start - window + 1) if window else 0
     page_size = k_cache.shape[2]
     first_page = first_key // page_size
     pages = table[first_page : -(-length // page_size)]
     offset = first_page * page_size
     k, v = (_pages(cache, pages, first_key - offset, length - offset) for cache in (k_cache, v_cache))
+    if num_rows == 1 and length > 0:  # decode: what was gathered is what the row sees
+        return _attend(q, k, v, None, scale, return_lse)
     parts = []
-    for row in range(0, q.shape[0], QUERY_BLOCK):
+    for row in range(0, num_rows, QUERY_BLOCK):
         block = q[row : row + QUERY_BLOCK]
         low = max(0, start + row - window + 1 - first_key) if window else 0
         low = min(low, k.shape[1])
         high = max(low, min(k.shape[1], start + row + block.shape[0] - first_key))
-        parts.append(_attend(block, k[:, low:high], v[:, low:high], start + row, first_key + low, scale, window))
+        hidden = _hidden(q.device, block.shape[0], high - low, start + row, first_key + low, window)
+        parts.append(_attend(block, k[:, low:high], v[:, low:high], hidden, scale, return_lse))
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts]), torch.cat(lses) if return_lse else None
 
 
-def empty_result(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_zeros(q.shape), q.new_full(q.shape[:2], float("-inf"), dtype=accumulate)
+def empty_result(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """out of zeros and lse of -inf, or an lse without elements where none is wanted."""
+    return q.new_zeros(q.shape), no_lse(q).new_full(q.shape[:2], float("-inf")) if return_lse else no_lse(q)
+
+
+def no_lse(q: torch.Tensor) -> torch.Tensor:
+    """What stands for an LSE nobody wants: a tensor without elements."""
+    return q.new_empty(0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulate)
+    return_lse = rest[-1]
+    return q.new_empty(q.shape), no_lse(q).new_empty(q.shape[:2]) if return_lse else no_lse(q)
 
 
 def compose(
@@ -160,6 +172,7 @@ def compose(
     max_seq_len: int,
     scale: float,
     window: int,
+    return_lse: bool,
     *,
     compute: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +195,7 @@ def compose(
                 scores = torch.einsum("hd,khd->hk", q[row].to(compute), k[begin:end]) * scale
                 out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v[begin:end])
                 lse[row] = torch.logsumexp(scores, -1)
-    return out, lse
+    return out, lse if return_lse else lse.new_empty(0)
 
 
 def host_lengths(args: Mapping[str, Any], hints: Mapping[str, Any], name: str) -> list[int]:
@@ -198,6 +211,7 @@ def host_lengths(args: Mapping[str, Any], hints: Mapping[str, Any], name: str) -
 def attention_cost(args: Mapping[str, Any], lengths: Sequence[int], query_lens: Sequence[int]) -> Cost:
     """K and V of every key that some row sees are read once a KV head; two products a visible pair and head."""
     q, k_cache, window = args["q"], args["k_cache"], args["window"]
+    lse = 4 * q.shape[0] * q.shape[1] if args["return_lse"] else 0
     pairs = keys = 0
     for length, rows in zip(lengths, query_lens, strict=True):
         ends = range(length - rows + 1, length + 1)  # keys up to and including each row's own
@@ -206,7 +220,7 @@ def attention_cost(args: Mapping[str, Any], lengths: Sequence[int], query_lens: 
     read = (q.numel() + 2 * keys * k_cache.shape[1] * q.shape[2]) * q.element_size() + 4 * args["block_table"].numel()
     return Cost(
         read,
-        q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1],
+        q.numel() * q.element_size() + lse,
         4 * pairs * q.shape[1] * q.shape[2],
         unit="tensor",
     )

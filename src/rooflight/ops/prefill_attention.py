@@ -38,7 +38,7 @@ def prefill_attention(
     backend: str | None = None,
 ) -> torch.Tensor:
     """Attention of every new token; see `prefill_attention_lse` for the arguments. Returns out only."""
-    return prefill_attention_lse(q, k_cache, v_cache, meta, scale=scale, window=window, backend=backend)[0]
+    return _run(q, k_cache, v_cache, meta, scale, window, False, backend)[0]
 
 
 def prefill_attention_lse(
@@ -57,11 +57,26 @@ def prefill_attention_lse(
     num_kv_heads. scale: default 1 / sqrt(head_dim). window: 0 for none. Returns (out like q,
     lse (num_tokens, num_heads) FP32). Raises ValueError for shapes, dtypes or devices that do not fit. No gradient.
     """
+    return _run(q, k_cache, v_cache, meta, scale, window, True, backend)
+
+
+def _run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMeta,
+    scale: float | None,
+    window: int,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     operator = PREFILL_ATTENTION.overload(q, backend)
     table, lengths, starts = meta.block_table, meta.seq_lens, meta.query_starts
     bounds = meta.max_query_len, meta.max_seq_len
-    return operator(q, k_cache, v_cache, table, lengths, starts, *bounds, scale, window)  # type: ignore[no-any-return]
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = operator(q, k_cache, v_cache, table, lengths, starts, *bounds, scale, window, return_lse)
+    return result
 
 
 def _check_prefill(
@@ -74,7 +89,8 @@ def _check_prefill(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
-    window: int = 0,
+    window: int,
+    return_lse: bool,
 ) -> None:
     check_cache(q, k_cache, v_cache, block_table, seq_lens, window)
     checks.has_shape("query_starts", query_starts, seq_lens.shape[0] + 1)
@@ -92,16 +108,21 @@ def _prefill_reference(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
-    window: int = 0,
+    window: int,
+    return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = empty_result(q)
+    out, all_lse = empty_result(q, return_lse)
     starts = query_starts.tolist()
+    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > q.shape[0]:
+        checks.fail("query_starts", f"rise from 0 to at most num_tokens = {q.shape[0]}", starts)
     for index, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
         if rows.stop > rows.start:
-            part = attend_sequence(q[rows], k_cache, v_cache, block_table[index], length, scale, window)
-            out[rows], lse[rows] = part
-    return out, lse
+            own = q[rows], k_cache, v_cache, block_table[index]
+            out[rows], lse = attend_sequence(*own, length, scale, window, return_lse)
+            if lse is not None:
+                all_lse[rows] = lse
+    return out, all_lse
 
 
 def _cost(args: Mapping[str, Any], hints: Mapping[str, Any]) -> Cost:
@@ -124,7 +145,7 @@ def _inputs(
 ) -> Args:
     tensors = paged_inputs(make, seq_lens, query_lens, num_heads, num_kv_heads, head_dim, page_size, float("nan"))
     bounds = max([*query_lens, 0]), max([*seq_lens, 0])
-    return *tensors, *bounds, head_dim**-0.5, window
+    return *tensors, *bounds, head_dim**-0.5, window, True
 
 
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -138,7 +159,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 PREFILL_ATTENTION = define(
     "prefill_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_starts, "
-    "int max_query_len, int max_seq_len, float scale, int window=0) -> (Tensor, Tensor)",
+    "int max_query_len, int max_seq_len, float scale, int window, bool return_lse) -> (Tensor, Tensor)",
     reference=_prefill_reference,
     fake=fake,
     cost=_cost,
@@ -149,6 +170,7 @@ PREFILL_ATTENTION = define(
     tolerance=ATTENTION_TOLERANCE,
     sweep=[{"seq_lens": s, "query_lens": q} for s, q in _SHAPES]
     + [{"seq_lens": (10, 3), "query_lens": (7, 3), "window": window} for window in (1, 4, 10, 50)]
+    + [{"seq_lens": (150,), "query_lens": (150,), "window": 20}]  # a second block of rows behind the window
     + [
         {"seq_lens": (19,), "query_lens": (6,), "num_heads": h, "num_kv_heads": kv, "head_dim": d}
         for h, kv, d in ((40, 8, 128), (14, 2, 64), (3, 1, 80), (4, 2, 256))

@@ -117,10 +117,16 @@ def write_slots(
     k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Write k, v (num_tokens, num_kv_heads, head_dim) to their slots; -1 is left out, never the last slot."""
-    if bool((slots < 0).any()):
+    page_size = k_cache.shape[2]
+    where = slots.tolist()
+    if len(where) == 1 and where[0] >= 0:  # batch-1 decode: two plain copies instead of two scatters
+        page, offset = divmod(where[0], page_size)
+        k_cache[page, :, offset].copy_(k[0])
+        v_cache[page, :, offset].copy_(v[0])
+        return
+    if where and min(where) < 0:
         used = slots >= 0
         k, v, slots = k[used], v[used], slots[used]
-    page_size = k_cache.shape[2]
     pages, offsets = slots // page_size, slots % page_size
     k_cache[pages, :, offsets] = k
     v_cache[pages, :, offsets] = v
@@ -180,7 +186,7 @@ def _inputs(
     generator = make.generator()
     num_pages = num_tokens // page_size + 2
     slots = torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
-    slots[::5] = -1  # padded rows
+    slots[1::5] = -1  # padded rows
     positions = torch.randint(50, (num_tokens,), generator=generator)
     q_weight, k_weight = (make.randn(head_dim, salt=salt) if norm else None for salt in (4, 5))
     k_cache, v_cache = (make.randn(num_pages, num_kv_heads, page_size, head_dim, salt=salt) for salt in (6, 7))

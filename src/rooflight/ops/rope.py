@@ -92,13 +92,12 @@ def _check_in_place(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """x: (num_tokens, heads, head_dim) in the computing precision; cos, sin: (num_tokens, 1, rotary_dim / 2)."""
     half = cos.shape[-1]
-    if interleaved:
-        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        a, b = x[..., :half], x[..., half : 2 * half]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+    head = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
+    # Pairs side by side, (num_tokens, heads, half, 2), or half a head apart, (num_tokens, heads, 2, half).
+    order, axis = ((half, 2), -1) if interleaved else ((2, half), -2)
+    a, b = head.view(*x.shape[:-1], *order).unbind(axis)
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2)
+    return turned if head is x else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
 def look_up(cos_sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,8 +114,9 @@ def _reference(
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = look_up(cos_sin, positions, wide(q[:0]).dtype)
-    turned = (rotate(wide(x), cos, sin, interleaved).to(x.dtype).contiguous() for x in (q, k))
-    return next(turned), next(turned)
+    # Into fresh tensors: a result that is a view could not be written by its user while autograd records.
+    q_out, k_out = (x.new_empty(x.shape).copy_(rotate(wide(x), cos, sin, interleaved)) for x in (q, k))
+    return q_out, k_out
 
 
 def _reference_in_place(
@@ -126,7 +126,7 @@ def _reference_in_place(
     positions: torch.Tensor,
     interleaved: bool = False,
 ) -> None:
-    q_turned, k_turned = _reference(q, k, cos_sin, positions, interleaved)
+    q_turned, k_turned = _reference(q, k, cos_sin, positions, interleaved)  # both first: q and k may share memory
     q.copy_(q_turned)
     k.copy_(k_turned)
 

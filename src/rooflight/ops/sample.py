@@ -94,8 +94,11 @@ def _sample_reference(
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     best, ids = logits.max(-1)
     ids = torch.where((best == best) & (best > float("-inf")), ids, NO_TOKEN)  # max of a row with NaN is NaN
+    heats = temperature.tolist()
+    if max(heats) <= 0:  # all greedy: no draw is needed
+        return ids
     draws = uniform(seed, position)
-    options = zip(*(t.tolist() for t in (temperature, top_k, top_p, min_p, best, draws)), strict=True)
+    options = zip(heats, *(t.tolist() for t in (top_k, top_p, min_p, best, draws)), strict=True)
     for index, (heat, k, p, floor, peak, draw) in enumerate(options):
         if heat > 0 and float("-inf") < peak < float("inf"):
             cumulative = kept_weights(logits[index], heat, k, p, floor).cumsum(0)

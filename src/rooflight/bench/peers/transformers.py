@@ -17,9 +17,8 @@ import torch
 import transformers
 
 from rooflight.bench.measurement import RequestTiming
+from rooflight.models.load import DTYPES
 from rooflight.models.sources import Kind, resolve
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TransformersContender:

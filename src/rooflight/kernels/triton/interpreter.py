@@ -1,23 +1,17 @@
 """Repair of bf16 in Triton's CPU interpreter, so that kernels can be tested on a machine without a GPU.
 
-Three faults, seen in Triton 3.9, two of them also in 3.6: a store of FP32 as bf16 truncates instead of rounding,
-`tl.dot` multiplies the raw bits of bf16 operands, and denormal bf16 becomes other values in FP32. With the repair
-rounding is bit-exact to nearest even. Races, atomics under contention, programmatic launches and TMA cannot be tested
-in the interpreter.
+Three faults: a store of FP32 as bf16 truncates instead of rounding (seen in Triton 3.6 and 3.9), `tl.dot` multiplies
+the raw bits of bf16 operands (3.6 and 3.9), and a denormal bf16 that is loaded becomes another value in FP32 (3.9).
+With the repair rounding is bit-exact to nearest even. Races, atomics under contention, programmatic launches and TMA
+cannot be tested in the interpreter.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-
-def enabled() -> bool:
-    """Whether this process runs Triton kernels in the interpreter (TRITON_INTERPRET=1 before Triton's import)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

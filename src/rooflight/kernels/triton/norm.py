@@ -105,10 +105,11 @@ def _launch(
     if x.numel() == 0:  # an empty grid is a launch error
         return
     hidden_size = x.shape[-1]
+    if hidden_size > 1 and weight.stride(0) != 1:
+        raise ValueError(f"weight must have stride 1, was {weight.stride(0)}")
     x, residual, out, total = (
         _rows(name, tensor) for name, tensor in (("x", x), ("residual", residual), ("x", out), ("residual", total))
     )
-    weight = weight.contiguous()
     block = min(triton.next_power_of_2(hidden_size), MAX_BLOCK)
     kernel = _add_rms_norm_row if hidden_size <= MAX_BLOCK else _add_rms_norm_wide_row
     strides = (tensor.stride(0) for tensor in (x, residual, out, total))

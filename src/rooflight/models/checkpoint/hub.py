@@ -9,7 +9,8 @@ from rooflight.models.checkpoint.base import CheckpointError
 CONFIG_FILES = ("config.json", "generation_config.json")
 # `model*` leaves out duplicates of the same weights under other names (consolidated.safetensors, *.bin, GGUF).
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# What `text.tokenizer_files` reads.
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "additional_chat_templates/*.jinja")
 
 
 def fetch(name: str, *, weights: bool = True) -> Path:
@@ -24,7 +25,7 @@ def fetch(name: str, *, weights: bool = True) -> Path:
     patterns = [*CONFIG_FILES, *WEIGHT_FILES, *TEXT_FILES] if weights else list(CONFIG_FILES)
     local = "to use local files, pass a folder with config.json and *.safetensors, or a .gguf file"
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name}: its owner asks for a licence; accept it and `hf auth login`; {local}"
@@ -36,3 +37,9 @@ def fetch(name: str, *, weights: bool = True) -> Path:
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{name}: the Hugging Face Hub cannot be reached ({reason}); {local}") from error
+    if weights and not any(folder.glob(WEIGHT_FILES[0])):  # offline, the library is content with what the cache has
+        raise CheckpointError(
+            f"{name}: no {WEIGHT_FILES[0]} on the Hugging Face Hub, or it cannot be reached and the cache has only the "
+            f"config; {local}"
+        )
+    return folder
