@@ -71,7 +71,8 @@ def test_expanded_arguments(target: Target) -> None:
     """Stride 0: read like any other tensor, but refused where it would be written."""
     args = sweep_args(target.op, plain_dims(target.op), target.op.dtypes[-1])
     for name in tensor_names(target.op, args):
-        if argument(target.op, args, name).shape[0] < 2:
+        # Several rows for one slot have no defined order: each slot may be named once.
+        if name == "slots" or argument(target.op, args, name).shape[0] < 2:
             continue
         same_rows = expanded(target.op, args, name)
         if name in target.op.mutated:

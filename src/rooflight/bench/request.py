@@ -17,7 +17,6 @@ from rooflight.bench.ceiling import cpu_read_bandwidth
 from rooflight.bench.environment import describe
 from rooflight.bench.measurement import RequestTiming, Spread
 from rooflight.bench.process import PEERS, ContenderProcess, missing
-from rooflight.engine.memory import CPU_CONTEXT
 from rooflight.models.load import DTYPES, load_config
 
 MILLISECONDS = 1e3
@@ -97,6 +96,8 @@ class RequestReport:
 
 def run(setup: RequestSetup, progress: Callable[[str, int, int], None] = lambda *_: None) -> RequestReport:
     """Measure everything in the setup; `progress` gets (what, done, of)."""
+    from rooflight.engine.memory import CPU_CONTEXT  # here: `info` must not import the engine
+
     absent = {peer: reason for peer in setup.peers if (reason := missing(peer))}
     engines = ["rooflight", *(peer for peer in setup.peers if peer not in absent)]
     config = load_config(setup.model)

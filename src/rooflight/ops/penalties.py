@@ -32,7 +32,8 @@ def penalize_logits_(
     whether it is in the prompt. In this order: a token of prompt or output has a positive logit divided by
     repetition_penalty and a negative one multiplied, once, however often it was seen; frequency_penalty times its
     count is taken off; presence_penalty is taken off if it was generated at all; then bias_values are added at bias_ids
-    (num_seqs, num_bias) int64, -1 for an unused place. Penalties: (num_seqs,) FP32, off at 1, 0, 0.
+    (num_seqs, num_bias) int64, each at most once a row, -1 for an unused place. Penalties: (num_seqs,) FP32; 1, 0 and 0
+    are off.
     """
     counts, penalties = (
         (output_counts, prompt_mask),
@@ -134,7 +135,8 @@ def _inputs(make: Make, num_seqs: int, vocab_size: int, num_bias: int = 3) -> Ar
     generator = make.generator()
     counts = torch.randint(-3, 4, (num_seqs, vocab_size), generator=generator, dtype=torch.int32).clamp_(min=0)
     mask = torch.rand(num_seqs, vocab_size, generator=generator) < 0.2
-    bias = torch.randint(vocab_size, (num_seqs, num_bias), generator=generator)
+    order = torch.rand(num_seqs, vocab_size, generator=generator).argsort(1)  # no id twice in a row
+    bias = order[:, :num_bias].contiguous()
     bias[:, :1] = -1  # an unused place
     penalties = [torch.linspace(low, high, num_seqs).to(make.device) for low, high in ((1, 2), (-1, 1), (1, -1))]
     logits = make.randn(num_seqs, vocab_size, scale=3).float()
@@ -154,6 +156,6 @@ PENALIZE_LOGITS_ = define(
     check=_check_penalize,
     dtypes=(torch.float32,),
     sweep=[{"num_seqs": n, "vocab_size": 1003} for n in (0, 1, 33)]
-    + [{"num_seqs": 3, "vocab_size": size, "num_bias": bias} for size, bias in ((1, 0), (7, 1), (255, 300))],
+    + [{"num_seqs": 3, "vocab_size": size, "num_bias": bias} for size, bias in ((1, 0), (7, 1), (400, 300))],
     workloads={f"qwen3-0.6b {n}": {"num_seqs": n, "vocab_size": 151936} for n in (1, 8, 64)},
 )
