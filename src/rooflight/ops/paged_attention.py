@@ -74,21 +74,23 @@ def check_cache(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, scale: float, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q: (rows, num_heads, head_dim) over k, v: (num_kv_heads, keys, head_dim); hidden: (rows, keys) bool or None.
+    """q: (rows, num_heads, head_dim) over k, v: (num_kv_heads, keys, head_dim) in the computing precision.
 
-    All query heads of a KV head are served by one product.
+    hidden: (rows, n) bool, which of the last n keys a row may not see; None if every row sees every key. All query
+    heads of a KV head are served by one product.
     """
     rows, heads, dim = q.shape
     kv_heads, keys, _ = k.shape
     group = heads // kv_heads
     grouped = wide(q).view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-    scores = torch.bmm(grouped, wide(k).transpose(1, 2)).mul_(scale)  # (num_kv_heads, group * rows, keys)
+    scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale)  # (num_kv_heads, group * rows, keys)
     if hidden is not None:
-        scores.view(kv_heads, group, rows, keys).masked_fill_(hidden, float("-inf"))
+        per_row = scores.view(kv_heads, group, rows, keys)
+        per_row[..., keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
     weights = torch.softmax(scores, -1)
-    if hidden is not None:  # a row that sees nothing: 0, not the NaN of an empty softmax
+    if hidden is not None and hidden.shape[1] == keys:  # a row that sees nothing: 0, not the NaN of an empty softmax
         weights.view(kv_heads, group, rows, keys).masked_fill_(hidden.all(-1, keepdim=True), 0)
-    out = torch.bmm(weights, wide(v)).view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
+    out = torch.bmm(weights, v).view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
     if not return_lse:
         return out.to(q.dtype), None
     lse = torch.logsumexp(scores, -1).view(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
@@ -129,7 +131,7 @@ def attend_sequence(
     first_page = first_key // page_size
     pages = table[first_page : -(-length // page_size)]
     offset = first_page * page_size
-    k, v = (_pages(cache, pages, first_key - offset, length - offset) for cache in (k_cache, v_cache))
+    k, v = (wide(_pages(cache, pages, first_key - offset, length - offset)) for cache in (k_cache, v_cache))
     if num_rows == 1 and length > 0:  # decode: what was gathered is what the row sees
         return _attend(q, k, v, None, scale, return_lse)
     parts = []
@@ -138,7 +140,9 @@ def attend_sequence(
         low = max(0, start + row - window + 1 - first_key) if window else 0
         low = min(low, k.shape[1])
         high = max(low, min(k.shape[1], start + row + block.shape[0] - first_key))
-        hidden = _hidden(q.device, block.shape[0], high - low, start + row, first_key + low, window)
+        # Without a window every row sees the keys before the block; the mask is made for the rest.
+        seen = 0 if window else max(0, min(start + row, high))
+        hidden = _hidden(q.device, block.shape[0], high - low - seen, start + row, first_key + low + seen, window)
         parts.append(_attend(block, k[:, low:high], v[:, low:high], hidden, scale, return_lse))
     if len(parts) == 1:
         return parts[0]
