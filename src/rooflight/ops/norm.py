@@ -24,8 +24,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, backen
 
     x: (..., hidden_size), FP32, FP16, BF16 or FP64, any strides. weight: (hidden_size,), any float dtype (FP32
     weights with half inputs are usual). Returns a new contiguous tensor of x's shape and dtype. Agrees with
-    `torch.nn.functional.rms_norm`. The same row gives the same bits at any batch size. Differentiable in x
-    and weight. Raises ValueError for wrong shapes, dtypes or devices.
+    `torch.nn.functional.rms_norm`. The same row gives the same bits at any batch size, except from the reference on a
+    GPU, whose order of sums follows the number of rows. Differentiable in x and weight. Raises ValueError for wrong
+    shapes, dtypes or devices.
     """
     return RMS_NORM.overload(x, backend)(x, weight, eps)  # type: ignore[no-any-return]
 
