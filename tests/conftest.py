@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,6 +21,13 @@ else:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
+
+
+# The same examples in every run, so that a red run is about the change at hand; ROOFLIGHT_EXPLORE=1 draws new ones.
+# No deadline: on two shared cores an example may wait longer than it runs.
+explore = os.environ.get("ROOFLIGHT_EXPLORE", "0") == "1"
+hypothesis.settings.register_profile("rooflight", deadline=None, derandomize=not explore, print_blob=explore)
+hypothesis.settings.load_profile("rooflight")
 
 
 def pytest_configure(config: pytest.Config) -> None:
