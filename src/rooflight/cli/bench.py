@@ -39,7 +39,7 @@ def request(
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are compared.")] = 7,
     threads: Annotated[int, typer.Option(help="CPU threads of every engine; 0 means all cores.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for JSON and CSV.")] = Path("results/cpu"),
+    out: Annotated[Path, typer.Option(help="Folder for JSON and CSV.")] = Path("build/bench"),
 ) -> None:
     """Time to first token and per token of single requests, ours and peers interleaved.
 

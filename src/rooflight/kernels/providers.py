@@ -44,7 +44,7 @@ def status() -> dict[str, str]:
 def attach_all() -> None:
     """Attach every kernel that this installation can run."""
     if importlib.util.find_spec("triton") is not None:
-        devices = ["cuda"] if not interpreting() else ["cuda", "cpu"]
+        devices = (["cuda"] if torch.version.cuda else []) + (["cpu"] if interpreting() else [])
         for operator, module in TRITON.items():
             REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
 

@@ -52,7 +52,8 @@ def _reference(
     out = (parts / total.unsqueeze(-1)).to(out_a.dtype)
     # Chosen, not multiplied by zero: the empty part may hold anything.
     empty_a, empty_b = ((part == float("-inf")).unsqueeze(-1) for part in (lse_a, lse_b))
-    return torch.where(empty_a, out_b.masked_fill(empty_b, 0), torch.where(empty_b, out_a, out)), lse
+    out = torch.where(empty_a, out_b.masked_fill(empty_b, 0), torch.where(empty_b, out_a, out))
+    return out.contiguous(), lse.contiguous()
 
 
 def _composition(
