@@ -1,6 +1,6 @@
 """GGUF: one file with metadata, vocabulary and weights.
 
-Plain types are copied, Q8_0, Q4_0 and Q4_1 are dequantised by the `gguf` library, a few million values at a time,
+Plain types are copied, Q8_0, Q4_0 and Q4_1 are dequantised by the `gguf` library, half a million values at a time,
 straight into the packed parameters. Others are refused by name when the file is opened for its weights.
 """
 
@@ -21,7 +21,7 @@ from rooflight.models.checkpoint.gguf_header import TensorEntry, read_gguf_heade
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
-_VALUES_AT_ONCE = 4_000_000  # 16 MB of FP32 between file and parameter
+_VALUES_AT_ONCE = 500_000  # 2 MB of FP32 between file and parameter; malloc may keep a few such blocks for itself
 
 
 class GgufFile:
