@@ -2,6 +2,7 @@
 #   make demo    a real answer from a real model, on this machine's CPU or GPU
 #   make test    everything that can be checked here; what did not run is printed
 #   make lint    ruff, mypy --strict, clang-format
+#   make kernels the CUDA kernels, where nvcc is there; tests build them by themselves
 #   make bench   time to first token and per token beside transformers, into build/bench/
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,6 +10,10 @@ VENV ?= .venv
 VENV_ARGS ?=
 CONSTRAINTS ?= -c constraints.txt
 WORKERS ?= 2
+NVCC ?= nvcc
+# Of the compiled kernels; for a release: ARCHITECTURES="80;86;89;90a;100;120"
+ARCHITECTURES ?= 90a-real
+LIBRARY := src/rooflight/kernels/lib/librooflight.so
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -47,7 +52,7 @@ demo: model
 	@echo "> $(QUESTION)"
 	@$(BIN)/rooflight generate --max-tokens 128 --stats "$(QUESTION)"
 
-test: model $(VENV)/.test
+test: model kernels $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev
@@ -64,8 +69,19 @@ format: $(VENV)/.dev
 bench: model $(VENV)/.test
 	$(BIN)/rooflight bench request --peer transformers --dtype fp32 --dtype bf16
 
-kernels:
-	@echo "This version has no compiled kernels; Triton and the PyTorch references serve."
+# CUDA C++ for the GPU, built here without one. Without nvcc it says so and succeeds: Triton serves then.
+kernels: $(VENV)/.rooflight
+	@if command -v "$(NVCC)" >/dev/null; then $(MAKE) --no-print-directory $(LIBRARY); \
+	else echo "No compiled kernels: no $(NVCC) here; Triton and the PyTorch references serve."; fi
+
+$(LIBRARY): $(shell git ls-files csrc 2>/dev/null) csrc/CMakeLists.txt
+	@command -v cmake ninja >/dev/null || $(PIP) cmake ninja
+	@echo "Building the compiled kernels (a minute or two) ..."
+	@PATH="$$PATH:$(abspath $(BIN))" cmake -S csrc -B build/kernels -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
+	    -DCMAKE_CUDA_COMPILER="$(NVCC)" -DROOFLIGHT_ARCHITECTURES="$(ARCHITECTURES)" >/dev/null
+	@PATH="$$PATH:$(abspath $(BIN))" cmake --build build/kernels -j $(WORKERS)
+	@PATH="$$PATH:$(abspath $(BIN))" cmake --install build/kernels --prefix src >/dev/null
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf src/rooflight/*/lib $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

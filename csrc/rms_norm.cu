@@ -1,0 +1,219 @@
+// RMSNorm, alone and after a residual addition: a row is read from memory once and stays in registers.
+//
+//   sum = round(x + residual);  out = round(sum / sqrt(mean(sum^2) + eps) * weight)
+//
+// One block holds one row (several, where rows are narrow); a thread holds PACKS packs of it, neighbouring threads
+// neighbouring packs, so that every load is coalesced and 16 bytes wide where width and addresses allow. The weights
+// are asked for before the row is summed: behind the sum they would cost a launch of few rows a whole memory latency.
+// Rows too wide for the registers of a block are read a second time, from the sum that was just written.
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/pack.cuh"
+#include "common/reduce.cuh"
+#include "common/rows.cuh"
+#include "rms_norm.h"
+
+namespace rooflight {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / 32;
+
+// Rounded to the dtype, since the sum is an output itself; what is squared is the rounded value.
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> add_rounded(const Pack<T, N>& a, const Pack<T, N>& b) {
+  float left[N], right[N];
+  to_floats(a, left);
+  to_floats(b, right);
+#pragma unroll
+  for (int j = 0; j < N; ++j) left[j] += right[j];
+  return from_floats<T>(left);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ float squares(const Pack<T, N>& pack) {
+  float values[N], total = 0.0f;
+  to_floats(pack, values);
+#pragma unroll
+  for (int j = 0; j < N; ++j) total += values[j] * values[j];
+  return total;
+}
+
+template <typename T, typename W, int N>
+__device__ __forceinline__ Pack<T, N> scaled(const Pack<T, N>& pack, float inverse, const Pack<W, N>& weight) {
+  float values[N], factors[N];
+  to_floats(pack, values);
+  to_floats(weight, factors);
+#pragma unroll
+  for (int j = 0; j < N; ++j) values[j] = values[j] * inverse * factors[j];
+  return from_floats<T>(values);
+}
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm norm) {
+  using Data = Pack<T, N>;
+  using Weights = Pack<W, N>;
+  // Weights of a thread that holds much of a row would not fit beside it; then the row hides their latency.
+  constexpr bool kWeightsFirst = PACKS * sizeof(Weights) <= 64;
+  __shared__ float scratch[kMaxWarps][1];
+
+  const int row_packs = norm.width / N;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool there = row < norm.rows;
+  const Data* x = row_of<Data>(norm.x, row, sizeof(T));
+  const Weights* weight = static_cast<const Weights*>(norm.weight);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  Data held[PACKS];
+  Weights weights[kWeightsFirst ? PACKS : 1];
+  float sum[1] = {0.0f};
+  constexpr int kAtOnce = PACKS < 4 ? PACKS : 4;  // packs of x and of the residual in flight; more would spill
+#pragma unroll
+  for (int first = 0; first < PACKS; first += kAtOnce) {
+    Data added[kAtOnce];
+#pragma unroll
+    for (int i = first; i < first + kAtOnce; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (there && place < row_packs) {
+        held[i] = load_once(x + place);
+        if constexpr (ADD) added[i - first] = load_once(row_of<Data>(norm.residual, row, sizeof(T)) + place);
+        if constexpr (kWeightsFirst) weights[i] = load_shared(weight + place);
+      }
+    }
+#pragma unroll
+    for (int i = first; i < first + kAtOnce; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (there && place < row_packs) {
+        if constexpr (ADD) {
+          held[i] = add_rounded(held[i], added[i - first]);
+          store(row_of<Data>(norm.sum, row, sizeof(T)) + place, held[i]);
+        }
+        sum[0] += squares(held[i]);
+      }
+    }
+  }
+  row_sum(sum, scratch);
+  const float inverse = rsqrtf(sum[0] / norm.width + norm.eps);
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int place = threadIdx.x + i * blockDim.x;
+    if (there && place < row_packs) {
+      if constexpr (!kWeightsFirst) weights[0] = load_shared(weight + place);
+      store(row_of<Data>(norm.out, row, sizeof(T)) + place, scaled(held[i], inverse, weights[kWeightsFirst ? i : 0]));
+    }
+  }
+}
+
+// The second read comes from the sum that this block has written (from x without a residual): it is in L2 still.
+template <typename T, typename W, int N, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_read_twice(RmsNorm norm) {
+  using Data = Pack<T, N>;
+  using Weights = Pack<W, N>;
+  __shared__ float scratch[kMaxWarps][1];
+  const int row_packs = norm.width / N;
+  const int64_t row = blockIdx.x;
+  const Data* x = row_of<Data>(norm.x, row, sizeof(T));
+  const Data* again = ADD ? row_of<Data>(norm.sum, row, sizeof(T)) : x;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  float sum[1] = {0.0f};
+#pragma unroll 4
+  for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
+    Data pack = load_once(x + place);
+    if constexpr (ADD) {
+      pack = add_rounded(pack, load_once(row_of<Data>(norm.residual, row, sizeof(T)) + place));
+      store(row_of<Data>(norm.sum, row, sizeof(T)) + place, pack);
+    }
+    sum[0] += squares(pack);
+  }
+  row_sum(sum, scratch);
+  const float inverse = rsqrtf(sum[0] / norm.width + norm.eps);
+  const Weights* weight = static_cast<const Weights*>(norm.weight);
+#pragma unroll 4
+  for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
+    store(row_of<Data>(norm.out, row, sizeof(T)) + place,
+          scaled(load_once(again + place), inverse, load_shared(weight + place)));
+  }
+}
+
+constexpr int kFullWave = 4 * 132;  // blocks; below this many, rows are better spread than shared
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
+  const int needed = (norm.width / N + PACKS - 1) / PACKS;
+  int threads = 1;
+  while (threads < 32 && threads < needed) threads *= 2;
+  if (needed > 32) threads = (needed + 31) / 32 * 32;
+  int rows_per_block = std::max(1, std::min(shape.rows_per_block, kMaxThreads / threads));
+  if (threads < 32) rows_per_block = std::max(rows_per_block, 32 / threads);  // a block is whole warps
+  if (threads >= 32 && norm.rows < static_cast<int64_t>(kFullWave) * rows_per_block) rows_per_block = 1;
+  const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
+  launch(rms_norm_in_registers<T, W, N, PACKS, ADD>, dim3(static_cast<unsigned>(blocks)), dim3(threads, rows_per_block),
+         stream, shape.overlap, norm);
+}
+
+template <typename T, typename W, int N, bool ADD>
+void launch_shaped(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
+  const int row_packs = norm.width / N;
+  const auto holds = [&](int packs) { return row_packs <= packs * kMaxThreads; };
+  if constexpr (N == kFullPack<T>) {
+    if (shape.packs == 1 && holds(1)) return launch_in_registers<T, W, N, 1, ADD>(norm, shape, stream);
+    if (shape.packs == 2 && holds(2)) return launch_in_registers<T, W, N, 2, ADD>(norm, shape, stream);
+    if (shape.packs == 4 && holds(4)) return launch_in_registers<T, W, N, 4, ADD>(norm, shape, stream);
+  }
+  if (shape.packs > 0 && holds(8)) return launch_in_registers<T, W, N, 8, ADD>(norm, shape, stream);
+  launch(rms_norm_read_twice<T, W, N, ADD>, dim3(static_cast<unsigned>(norm.rows)), dim3(kMaxThreads), stream,
+         shape.overlap, norm);
+}
+
+template <typename T, typename W, int N>
+void launch_packed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
+  if (norm.residual.data != nullptr) return launch_shaped<T, W, N, true>(norm, shape, stream);
+  launch_shaped<T, W, N, false>(norm, shape, stream);
+}
+
+template <typename T, typename W>
+void launch_typed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
+  const int elements =
+      pack_elements<T, W>(norm.rows, norm.width, norm.weight, {norm.x, norm.residual, norm.out, norm.sum});
+  if (shape.packs == 0) shape = forward_shape(norm.width / elements, elements == kFullPack<T>);
+  if (elements == kFullPack<T>) return launch_packed<T, W, kFullPack<T>>(norm, shape, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (elements == 4) return launch_packed<T, W, 4>(norm, shape, stream);
+  }
+  if (elements == 2) return launch_packed<T, W, 2>(norm, shape, stream);
+  launch_packed<T, W, 1>(norm, shape, stream);
+}
+
+}  // namespace
+
+RowShape forward_shape(int row_packs, bool full_packs) {
+  struct Entry {
+    int row_packs;
+    RowShape shape;
+  };
+  static constexpr Entry kTable[] = {
+#include "norm_shapes.inc"
+  };
+  if (!full_packs) return {8, 1, true};
+  for (const Entry& entry : kTable) {
+    if (row_packs <= entry.row_packs) return entry.shape;
+  }
+  return {8, 1, true};
+}
+
+void launch_rms_norm(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
+  if (norm.rows == 0 || norm.width == 0) return;  // an empty grid is a launch error
+  with_types(norm.dtype, norm.weight_dtype, [&](auto data, auto weight) {
+    launch_typed<typename decltype(data)::type, typename decltype(weight)::type>(norm, shape, stream);
+  });
+}
+
+void launch_rms_norm(const RmsNorm& norm, cudaStream_t stream) {
+  launch_rms_norm(norm, RowShape{}, stream);
+}
+
+}  // namespace rooflight

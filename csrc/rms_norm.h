@@ -1,0 +1,61 @@
+// The RMSNorm family as plain C++: pointers and sizes in, a launch out. Nothing of PyTorch here.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace rooflight {
+
+enum class Dtype { kFloat32, kFloat16, kBFloat16 };
+
+inline int size_of(Dtype dtype) {
+  return dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+// One matrix of rows; `stride` counts elements between rows.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+
+// out = rms_norm(x) * weight, or, with a residual, sum = round(x + residual) and out = rms_norm(sum) * weight.
+// out may be x and sum may be residual.
+struct RmsNorm {
+  Rows x, residual, out, sum;  // residual.data == nullptr: no addition
+  const void* weight = nullptr;
+  Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
+  int64_t rows = 0;
+  int width = 0;
+  float eps = 0.0f;
+};
+
+// grad_x and grad_weight of rms_norm. With grad_residual, that is added to grad_x before it is rounded.
+struct RmsNormBackward {
+  Rows grad_out, x, grad_residual, grad_x;  // grad_residual.data == nullptr: none
+  const void* weight = nullptr;
+  void* grad_weight = nullptr;
+  float* partial = nullptr;  // (partial_rows, width): each block's share of the weight gradient
+  int partial_rows = 0;
+  Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
+  int64_t rows = 0;
+  int width = 0;
+  float eps = 0.0f;
+};
+
+// How a row is spread over threads. The order of its sum follows from packs and width alone.
+struct RowShape {
+  int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; 0: the row does not fit and is read twice
+  int rows_per_block = 1;  // at large batches; a small batch gives each row a block of its own
+  bool overlap = true;     // programmatic dependent launch
+};
+
+// The shape that norm_shapes.inc holds for a row of so many packs (of 16 bytes, or less where alignment asks for it).
+RowShape forward_shape(int row_packs, bool full_packs);
+void launch_rms_norm(const RmsNorm& norm, cudaStream_t stream);
+void launch_rms_norm(const RmsNorm& norm, RowShape shape, cudaStream_t stream);  // for the sweep; packs 0: looked up
+
+// Rows of scratch that the backward needs, then the launch. Both on the current device.
+int backward_partial_rows(int64_t rows, int width, Dtype dtype);
+void launch_rms_norm_backward(const RmsNormBackward& norm, cudaStream_t stream);
+
+}  // namespace rooflight

@@ -1,0 +1,271 @@
+// Gradients of RMSNorm. With r = 1 / sqrt(mean(x^2) + eps), n = x r and g = grad_out * weight:
+//
+//   grad_x = r (g - n mean(g n)) [+ grad_residual],   grad_weight = sum over rows of grad_out * n
+//
+// Nothing is kept from the forward pass but x: r comes out of the row that has to be read anyway. Each block walks
+// every gridDim.x-th row, asks for the next row before it sums the present one, and keeps its share of the weight
+// gradient in FP32 registers. The shares are added by a second kernel in a fixed order, so the weight gradient has the
+// same bits in every run on the same kind of card; no atomics.
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/pack.cuh"
+#include "common/reduce.cuh"
+#include "common/rows.cuh"
+#include "rms_norm.h"
+
+namespace rooflight {
+namespace {
+
+constexpr int kMaxThreads = 512;  // with more, a thread's registers would not hold its share of the weight gradient
+constexpr int kWideThreads = 1024;
+constexpr int kMaxWarps = kWideThreads / 32;
+
+// One thread's part of a row.
+template <typename T, int N, int PACKS, bool ADD>
+struct RowPart {
+  Pack<T, N> x[PACKS], grad[PACKS], residual[ADD ? PACKS : 1];
+
+  __device__ __forceinline__ void load(const RmsNormBackward& norm, int64_t row, int row_packs) {
+    using Data = Pack<T, N>;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) {
+        x[i] = load_once(row_of<Data>(norm.x, row, sizeof(T)) + place);
+        grad[i] = load_once(row_of<Data>(norm.grad_out, row, sizeof(T)) + place);
+        if constexpr (ADD) residual[i] = load_once(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
+      }
+    }
+  }
+};
+
+// Adds x^2 and x * grad * weight of one pack to sums.
+template <typename T, typename W, int N>
+__device__ __forceinline__ void add_to_sums(float (&sums)[2], const Pack<T, N>& x, const Pack<T, N>& grad,
+                                            const Pack<W, N>& weight) {
+  float values[N], gradients[N], factors[N];
+  to_floats(x, values);
+  to_floats(grad, gradients);
+  to_floats(weight, factors);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    sums[0] += values[j] * values[j];
+    sums[1] += values[j] * gradients[j] * factors[j];
+  }
+}
+
+struct RowScale {
+  float inverse;     // r
+  float correction;  // r^2 mean(g n) / r, the factor of x in grad_x
+};
+
+__device__ __forceinline__ RowScale scale_of(const float (&sums)[2], int width, float eps) {
+  const float inverse = rsqrtf(sums[0] / width + eps);
+  return {inverse, inverse * inverse * inverse * (sums[1] / width)};
+}
+
+// grad_x of one pack; the share of the weight gradient is added to `share`.
+template <typename T, typename W, int N, bool ADD>
+__device__ __forceinline__ Pack<T, N> gradient(const Pack<T, N>& x, const Pack<T, N>& grad, const Pack<W, N>& weight,
+                                               const Pack<T, N>& residual, RowScale scale, float (&share)[N]) {
+  float values[N], gradients[N], factors[N], more[N];
+  to_floats(x, values);
+  to_floats(grad, gradients);
+  to_floats(weight, factors);
+  if constexpr (ADD) to_floats(residual, more);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    share[j] += gradients[j] * (values[j] * scale.inverse);
+    const float result = scale.inverse * gradients[j] * factors[j] - values[j] * scale.correction;
+    values[j] = ADD ? result + more[j] : result;
+  }
+  return from_floats<T>(values);
+}
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads) backward_in_registers(RmsNormBackward norm) {
+  using Data = Pack<T, N>;
+  using Weights = Pack<W, N>;
+  constexpr bool kAskAhead = PACKS * sizeof(Data) <= 32;  // a second row beside the first, where registers allow
+  __shared__ float scratch[2][kMaxWarps][2];              // two, so that one barrier a row is enough
+  const int row_packs = norm.width / N;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  Weights weights[PACKS];
+  float share[PACKS][N] = {};
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int place = threadIdx.x + i * blockDim.x;
+    if (place < row_packs) weights[i] = load_shared(static_cast<const Weights*>(norm.weight) + place);
+  }
+  RowPart<T, N, PACKS, ADD> part, ahead;
+  int64_t row = blockIdx.x;
+  part.load(norm, row, row_packs);
+  for (int turn = 0; row < norm.rows; turn ^= 1) {
+    const int64_t next = row + gridDim.x;
+    if constexpr (kAskAhead) {
+      if (next < norm.rows) ahead.load(norm, next, row_packs);
+    }
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (threadIdx.x + i * blockDim.x < row_packs) add_to_sums(sums, part.x[i], part.grad[i], weights[i]);
+    }
+    row_sum(sums, scratch[turn]);
+    const RowScale scale = scale_of(sums, norm.width, norm.eps);
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) {
+        store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place,
+              gradient<T, W, N, ADD>(part.x[i], part.grad[i], weights[i], part.residual[ADD ? i : 0], scale, share[i]));
+      }
+    }
+    row = next;
+    if constexpr (kAskAhead) {
+      part = ahead;
+    } else if (row < norm.rows) {
+      part.load(norm, row, row_packs);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int place = threadIdx.x + i * blockDim.x;
+    if (place < row_packs) {
+      float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
+#pragma unroll
+      for (int j = 0; j < N; ++j) to[j] = share[i][j];
+    }
+  }
+}
+
+// Rows too wide for registers: x and the gradient are read twice, the share of the weight gradient lives in memory.
+template <typename T, typename W, int N, bool ADD>
+__global__ void __launch_bounds__(kWideThreads) backward_read_twice(RmsNormBackward norm) {
+  using Data = Pack<T, N>;
+  using Weights = Pack<W, N>;
+  __shared__ float scratch[2][kMaxWarps][2];
+  const int row_packs = norm.width / N;
+  const Weights* weight = static_cast<const Weights*>(norm.weight);
+  float* partial = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  for (int place = threadIdx.x; place < norm.width; place += blockDim.x) partial[place] = 0.0f;
+  __syncthreads();  // below, a thread adds to elements that others have cleared
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < norm.rows; row += gridDim.x, turn ^= 1) {
+    const Data* x = row_of<Data>(norm.x, row, sizeof(T));
+    const Data* grad = row_of<Data>(norm.grad_out, row, sizeof(T));
+    float sums[2] = {0.0f, 0.0f};
+    for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
+      add_to_sums(sums, load_once(x + place), load_once(grad + place), load_shared(weight + place));
+    }
+    row_sum(sums, scratch[turn]);
+    const RowScale scale = scale_of(sums, norm.width, norm.eps);
+    for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
+      float share[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) share[j] = partial[place * N + j];
+      Data residual;
+      if constexpr (ADD) residual = load_once(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
+      store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place,
+            gradient<T, W, N, ADD>(load_once(x + place), load_once(grad + place), load_shared(weight + place), residual,
+                                   scale, share));
+#pragma unroll
+      for (int j = 0; j < N; ++j) partial[place * N + j] = share[j];
+    }
+  }
+}
+
+constexpr int kColumns = 32, kLanes = 32;  // of a block that adds shares: a warp reads 128 bytes of each of 32 rows
+
+// grad_weight[column] = sum of partial[:, column], each thread every kLanes-th row, then the lanes in order.
+template <typename W>
+__global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward norm) {
+  __shared__ float lanes[kLanes][kColumns];
+  const int column = blockIdx.x * kColumns + threadIdx.x;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  float sum = 0.0f;
+  if (column < norm.width) {
+#pragma unroll 4
+    for (int row = threadIdx.y; row < norm.partial_rows; row += kLanes) {
+      sum += norm.partial[static_cast<int64_t>(row) * norm.width + column];
+    }
+  }
+  lanes[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < norm.width) {
+    float total = 0.0f;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) total += lanes[lane][threadIdx.x];
+    static_cast<W*>(norm.grad_weight)[column] = static_cast<W>(total);
+  }
+}
+
+constexpr bool kOverlap = true;  // programmatic dependent launch, also between the two kernels here
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+void launch_in_registers(const RmsNormBackward& norm, cudaStream_t stream) {
+  const int needed = (norm.width / N + PACKS - 1) / PACKS;
+  const int threads = (needed + 31) / 32 * 32;
+  launch(backward_in_registers<T, W, N, PACKS, ADD>, dim3(norm.partial_rows), dim3(threads), stream, kOverlap, norm);
+}
+
+template <typename T, typename W, int N, bool ADD>
+void launch_shaped(const RmsNormBackward& norm, cudaStream_t stream) {
+  const int row_packs = norm.width / N;
+  if (row_packs <= kMaxThreads) return launch_in_registers<T, W, N, 1, ADD>(norm, stream);
+  if (row_packs <= 2 * kMaxThreads) return launch_in_registers<T, W, N, 2, ADD>(norm, stream);
+  if constexpr (N <= 4) {
+    if (row_packs <= 4 * kMaxThreads) return launch_in_registers<T, W, N, 4, ADD>(norm, stream);
+  }
+  launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, norm);
+}
+
+template <typename T, typename W, int N>
+void launch_packed(const RmsNormBackward& norm, cudaStream_t stream) {
+  if (norm.grad_residual.data != nullptr) return launch_shaped<T, W, N, true>(norm, stream);
+  launch_shaped<T, W, N, false>(norm, stream);
+}
+
+template <typename T, typename W>
+void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
+  const int elements =
+      pack_elements<T, W>(norm.rows, norm.width, norm.weight, {norm.x, norm.grad_out, norm.grad_residual, norm.grad_x});
+  if (elements == kFullPack<T>) {
+    launch_packed<T, W, kFullPack<T>>(norm, stream);
+  } else if (elements == 4) {
+    if constexpr (sizeof(T) == 2) launch_packed<T, W, 4>(norm, stream);
+  } else if (elements == 2) {
+    launch_packed<T, W, 2>(norm, stream);
+  } else {
+    launch_packed<T, W, 1>(norm, stream);
+  }
+  const dim3 grid((norm.width + kColumns - 1) / kColumns);
+  launch(add_shares<W>, grid, dim3(kColumns, kLanes), stream, kOverlap, norm);
+}
+
+}  // namespace
+
+int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
+  // Enough blocks to fill the multiprocessors, few enough that the shares are a small part of the traffic.
+  const int row_packs = (width * size_of(dtype) + 15) / 16;
+  const int threads = std::clamp((row_packs + 31) / 32 * 32, 32, kMaxThreads);
+  const int per_multiprocessor = std::clamp(1024 / threads, 1, 8);
+  const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / (static_cast<int64_t>(width) * 4));
+  return static_cast<int>(
+      std::min({rows, static_cast<int64_t>(card().multiprocessors) * per_multiprocessor, in_scratch}));
+}
+
+void launch_rms_norm_backward(const RmsNormBackward& norm, cudaStream_t stream) {
+  if (norm.rows == 0 || norm.width == 0) return;
+  with_types(norm.dtype, norm.weight_dtype, [&](auto data, auto weight) {
+    launch_typed<typename decltype(data)::type, typename decltype(weight)::type>(norm, stream);
+  });
+}
+
+}  // namespace rooflight
