@@ -152,7 +152,7 @@ void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t strea
   if (threads >= 32 && norm.rows < static_cast<int64_t>(kFullWave) * rows_per_block) rows_per_block = 1;
   const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
   launch(rms_norm_in_registers<T, W, N, PACKS, ADD>, dim3(static_cast<unsigned>(blocks)), dim3(threads, rows_per_block),
-         stream, shape.overlap, norm);
+         stream, shape.overlap, 0, norm);
 }
 
 template <typename T, typename W, int N, bool ADD>
@@ -166,7 +166,7 @@ void launch_shaped(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
   }
   if (shape.packs > 0 && holds(8)) return launch_in_registers<T, W, N, 8, ADD>(norm, shape, stream);
   launch(rms_norm_read_twice<T, W, N, ADD>, dim3(static_cast<unsigned>(norm.rows)), dim3(kMaxThreads), stream,
-         shape.overlap, norm);
+         shape.overlap, 0, norm);
 }
 
 template <typename T, typename W, int N>

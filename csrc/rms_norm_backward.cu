@@ -8,6 +8,7 @@
 // same bits in every run on the same kind of card; no atomics.
 #include <algorithm>
 
+#include "common/bulk.cuh"
 #include "common/launch.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
@@ -35,6 +36,19 @@ struct RowPart {
         x[i] = load_once(row_of<Data>(norm.x, row, sizeof(T)) + place);
         grad[i] = load_once(row_of<Data>(norm.grad_out, row, sizeof(T)) + place);
         if constexpr (ADD) residual[i] = load_once(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
+      }
+    }
+  }
+
+  // From shared memory: x, the gradient and the residual's gradient one after the other.
+  __device__ __forceinline__ void read(const Pack<T, N>* stage, int row_packs) {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) {
+        x[i] = stage[place];
+        grad[i] = stage[place + row_packs];
+        if constexpr (ADD) residual[i] = stage[place + 2 * row_packs];
       }
     }
   }
@@ -83,23 +97,143 @@ __device__ __forceinline__ Pack<T, N> gradient(const Pack<T, N>& x, const Pack<T
   return from_floats<T>(values);
 }
 
+// What a block keeps over all its rows: the weights, where they fit, and its share of their gradient.
 template <typename T, typename W, int N, int PACKS, bool ADD>
-__global__ void __launch_bounds__(kMaxThreads) backward_in_registers(RmsNormBackward norm) {
-  using Data = Pack<T, N>;
+struct BlockShare {
   using Weights = Pack<W, N>;
-  constexpr bool kAskAhead = PACKS * sizeof(Data) <= 32;  // a second row beside the first, where registers allow
-  __shared__ float scratch[2][kMaxWarps][2];              // two, so that one barrier a row is enough
+  static constexpr bool kHeld = PACKS * sizeof(Weights) <= 32;  // else asked for again with each row, from L1
+  Weights held[kHeld ? PACKS : 1];
+  float share[PACKS][N];
+
+  static __device__ __forceinline__ Weights ask(const RmsNormBackward& norm, int place) {
+    return load_shared(static_cast<const Weights*>(norm.weight) + place);
+  }
+
+  __device__ __forceinline__ Weights weights(const RmsNormBackward& norm, int i, int place) const {
+    if constexpr (kHeld) return held[i];
+    return ask(norm, place);
+  }
+
+  __device__ __forceinline__ void start(const RmsNormBackward& norm, int row_packs) {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if constexpr (kHeld) {
+        if (place < row_packs) held[i] = ask(norm, place);
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) share[i][j] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ RowScale sum(const RmsNormBackward& norm, const RowPart<T, N, PACKS, ADD>& part,
+                                          int row_packs, float (*scratch)[2]) const {
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) add_to_sums(sums, part.x[i], part.grad[i], weights(norm, i, place));
+    }
+    row_sum(sums, scratch);
+    return scale_of(sums, norm.width, norm.eps);
+  }
+
+  __device__ __forceinline__ void finish_row(const RmsNormBackward& norm, int64_t row,
+                                             const RowPart<T, N, PACKS, ADD>& part, RowScale scale, int row_packs) {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) {
+        store(row_of<Pack<T, N>>(norm.grad_x, row, sizeof(T)) + place,
+              gradient<T, W, N, ADD>(part.x[i], part.grad[i], weights(norm, i, place), part.residual[ADD ? i : 0],
+                                     scale, share[i]));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(const RmsNormBackward& norm, int row_packs) const {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int place = threadIdx.x + i * blockDim.x;
+      if (place < row_packs) {
+        float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
+#pragma unroll
+        for (int j = 0; j < N; ++j) to[j] = share[i][j];
+      }
+    }
+  }
+};
+
+constexpr int kMostStages = 8;  // rows in flight in each block
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads, 1) backward_streamed(RmsNormBackward norm, int stages) {
+#if __CUDA_ARCH__ >= 900
+  using Data = Pack<T, N>;
+  constexpr int kTensors = ADD ? 3 : 2;
+  extern __shared__ __align__(128) unsigned char ring_bytes[];
+  __shared__ uint64_t arrived[kMostStages];
+  __shared__ float scratch[2][kMaxWarps][2];  // two, so that one barrier a row is enough
+  Data* ring = reinterpret_cast<Data*>(ring_bytes);
+  const int row_packs = norm.width / N;
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < stages; ++stage) init_barrier(&arrived[stage]);
+  }
+  __syncthreads();
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  const auto ask_for = [&](int64_t row, int stage) {
+    const unsigned bytes = row_packs * sizeof(Data);
+    Data* to = ring + static_cast<int64_t>(stage) * kTensors * row_packs;
+    expect_bytes(&arrived[stage], kTensors * bytes);
+    copy_bulk(to, row_of<Data>(norm.x, row, sizeof(T)), bytes, &arrived[stage]);
+    copy_bulk(to + row_packs, row_of<Data>(norm.grad_out, row, sizeof(T)), bytes, &arrived[stage]);
+    if constexpr (ADD) {
+      copy_bulk(to + 2 * row_packs, row_of<Data>(norm.grad_residual, row, sizeof(T)), bytes, &arrived[stage]);
+    }
+  };
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < stages; ++stage) {
+      const int64_t row = blockIdx.x + static_cast<int64_t>(stage) * gridDim.x;
+      if (row < norm.rows) ask_for(row, stage);
+    }
+  }
+  BlockShare<T, W, N, PACKS, ADD> block;
+  block.start(norm, row_packs);
+  int stage = 0, turn = 0;
+  unsigned parity = 0;
+  for (int64_t row = blockIdx.x; row < norm.rows; row += gridDim.x) {
+    wait_for_bytes(&arrived[stage], parity);
+    RowPart<T, N, PACKS, ADD> part;
+    part.read(ring + static_cast<int64_t>(stage) * kTensors * row_packs, row_packs);
+    const RowScale scale = block.sum(norm, part, row_packs, scratch[turn]);
+    if (blockDim.x <= 32) __syncwarp();
+    // The sum had a barrier in it: every thread has read its part, so the place is free for a later row.
+    const int64_t later = row + static_cast<int64_t>(stages) * gridDim.x;
+    if (threadIdx.x == 0 && later < norm.rows) ask_for(later, stage);
+    block.finish_row(norm, row, part, scale, row_packs);
+    turn ^= 1;
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  block.write(norm, row_packs);
+#endif
+}
+
+template <typename T, typename W, int N, int PACKS, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads, 1) backward_in_registers(RmsNormBackward norm) {
+  constexpr bool kAskAhead = PACKS * N * sizeof(T) <= 32;  // a second row beside the first, where registers allow
+  __shared__ float scratch[2][kMaxWarps][2];
   const int row_packs = norm.width / N;
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  Weights weights[PACKS];
-  float share[PACKS][N] = {};
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int place = threadIdx.x + i * blockDim.x;
-    if (place < row_packs) weights[i] = load_shared(static_cast<const Weights*>(norm.weight) + place);
-  }
+  BlockShare<T, W, N, PACKS, ADD> block;
+  block.start(norm, row_packs);
   RowPart<T, N, PACKS, ADD> part, ahead;
   int64_t row = blockIdx.x;
   part.load(norm, row, row_packs);
@@ -108,21 +242,8 @@ __global__ void __launch_bounds__(kMaxThreads) backward_in_registers(RmsNormBack
     if constexpr (kAskAhead) {
       if (next < norm.rows) ahead.load(norm, next, row_packs);
     }
-    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (threadIdx.x + i * blockDim.x < row_packs) add_to_sums(sums, part.x[i], part.grad[i], weights[i]);
-    }
-    row_sum(sums, scratch[turn]);
-    const RowScale scale = scale_of(sums, norm.width, norm.eps);
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if (place < row_packs) {
-        store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place,
-              gradient<T, W, N, ADD>(part.x[i], part.grad[i], weights[i], part.residual[ADD ? i : 0], scale, share[i]));
-      }
-    }
+    const RowScale scale = block.sum(norm, part, row_packs, scratch[turn]);
+    block.finish_row(norm, row, part, scale, row_packs);
     row = next;
     if constexpr (kAskAhead) {
       part = ahead;
@@ -130,15 +251,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_in_registers(RmsNormBack
       part.load(norm, row, row_packs);
     }
   }
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int place = threadIdx.x + i * blockDim.x;
-    if (place < row_packs) {
-      float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
-#pragma unroll
-      for (int j = 0; j < N; ++j) to[j] = share[i][j];
-    }
-  }
+  block.write(norm, row_packs);
 }
 
 // Rows too wide for registers: x and the gradient are read twice, the share of the weight gradient lives in memory.
@@ -208,22 +321,35 @@ __global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward n
 
 constexpr bool kOverlap = true;  // programmatic dependent launch, also between the two kernels here
 
+int blocks_per_multiprocessor(int threads) {
+  return std::clamp(1024 / threads, 1, 8);
+}
+
 template <typename T, typename W, int N, int PACKS, bool ADD>
-void launch_in_registers(const RmsNormBackward& norm, cudaStream_t stream) {
+void launch_in_block(const RmsNormBackward& norm, cudaStream_t stream) {
   const int needed = (norm.width / N + PACKS - 1) / PACKS;
   const int threads = (needed + 31) / 32 * 32;
-  launch(backward_in_registers<T, W, N, PACKS, ADD>, dim3(norm.partial_rows), dim3(threads), stream, kOverlap, norm);
+  const dim3 grid(norm.partial_rows), block(threads);
+  if constexpr (N == kFullPack<T>) {
+    constexpr int kForRings = 200 * 1024;  // bytes of shared memory of a multiprocessor, of 227 KiB
+    const int stage_bytes = (ADD ? 3 : 2) * norm.width * static_cast<int>(sizeof(T));
+    const int stages = std::min(kForRings / blocks_per_multiprocessor(threads) / stage_bytes, kMostStages);
+    if (card().major >= 9 && stages >= 2) {
+      const auto kernel = backward_streamed<T, W, N, PACKS, ADD>;
+      launch(kernel, grid, block, stream, kOverlap, stages * stage_bytes, norm, stages);
+      return;
+    }
+  }
+  launch(backward_in_registers<T, W, N, PACKS, ADD>, grid, block, stream, kOverlap, 0, norm);
 }
 
 template <typename T, typename W, int N, bool ADD>
 void launch_shaped(const RmsNormBackward& norm, cudaStream_t stream) {
   const int row_packs = norm.width / N;
-  if (row_packs <= kMaxThreads) return launch_in_registers<T, W, N, 1, ADD>(norm, stream);
-  if (row_packs <= 2 * kMaxThreads) return launch_in_registers<T, W, N, 2, ADD>(norm, stream);
-  if constexpr (N <= 4) {
-    if (row_packs <= 4 * kMaxThreads) return launch_in_registers<T, W, N, 4, ADD>(norm, stream);
-  }
-  launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, norm);
+  if (row_packs <= kMaxThreads) return launch_in_block<T, W, N, 1, ADD>(norm, stream);
+  if (row_packs <= 2 * kMaxThreads) return launch_in_block<T, W, N, 2, ADD>(norm, stream);
+  if (row_packs <= 4 * kMaxThreads) return launch_in_block<T, W, N, 4, ADD>(norm, stream);
+  launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, 0, norm);
 }
 
 template <typename T, typename W, int N>
@@ -246,19 +372,20 @@ void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
     launch_packed<T, W, 1>(norm, stream);
   }
   const dim3 grid((norm.width + kColumns - 1) / kColumns);
-  launch(add_shares<W>, grid, dim3(kColumns, kLanes), stream, kOverlap, norm);
+  launch(add_shares<W>, grid, dim3(kColumns, kLanes), stream, kOverlap, 0, norm);
 }
 
 }  // namespace
 
 int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
-  // Enough blocks to fill the multiprocessors, few enough that the shares are a small part of the traffic.
+  // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again, so a small batch gives
+  // each four rows at least, and wide rows do not get more than 64 MiB of scratch.
   const int row_packs = (width * size_of(dtype) + 15) / 16;
   const int threads = std::clamp((row_packs + 31) / 32 * 32, 32, kMaxThreads);
-  const int per_multiprocessor = std::clamp(1024 / threads, 1, 8);
+  const int64_t full = static_cast<int64_t>(card().multiprocessors) * blocks_per_multiprocessor(threads);
+  const int64_t busy = std::max<int64_t>(card().multiprocessors, rows / 4);
   const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / (static_cast<int64_t>(width) * 4));
-  return static_cast<int>(
-      std::min({rows, static_cast<int64_t>(card().multiprocessors) * per_multiprocessor, in_scratch}));
+  return static_cast<int>(std::min({rows, full, busy, in_scratch}));
 }
 
 void launch_rms_norm_backward(const RmsNormBackward& norm, cudaStream_t stream) {

@@ -33,6 +33,13 @@ __global__ void __launch_bounds__(kReadThreads) read_all(const uint4* data, size
   if (folded == 0x9e3779b9u) *out = folded;  // never for the data that is read, which the compiler cannot know
 }
 
+// One thread follows `hops` pointers (indices into data), each load waiting for the one before it.
+__global__ void chase(const unsigned* data, int hops, unsigned* out) {
+  unsigned place = 0;
+  for (int hop = 0; hop < hops; ++hop) place = load_once(data + place);
+  *out = place;
+}
+
 int error_of(cudaError_t error) {
   return static_cast<int>(error);
 }
@@ -47,7 +54,7 @@ ROOFLIGHT_EXPORT int rl_empty(void* stream, int count, int grid, int block, int 
   using namespace rooflight;
   try {
     for (int i = 0; i < count; ++i) {
-      launch(pdl ? empty_overlapped : empty, dim3(grid), dim3(block), static_cast<cudaStream_t>(stream), pdl != 0);
+      launch(pdl ? empty_overlapped : empty, dim3(grid), dim3(block), static_cast<cudaStream_t>(stream), pdl != 0, 0);
     }
   } catch (const std::exception&) {
     return error_of(cudaErrorLaunchFailure);
@@ -60,8 +67,20 @@ ROOFLIGHT_EXPORT int rl_read(void* stream, const void* data, size_t bytes, void*
   using namespace rooflight;
   try {
     const int grid = card().multiprocessors * (2048 / kReadThreads);
-    launch(read_all, dim3(grid), dim3(kReadThreads), static_cast<cudaStream_t>(stream), false,
+    launch(read_all, dim3(grid), dim3(kReadThreads), static_cast<cudaStream_t>(stream), false, 0,
            static_cast<const uint4*>(data), bytes / 16, static_cast<unsigned*>(out));
+  } catch (const std::exception&) {
+    return error_of(cudaErrorLaunchFailure);
+  }
+  return error_of(cudaSuccess);
+}
+
+// Follows `hops` indices through data: the time of a hop is the latency of whatever holds the data.
+ROOFLIGHT_EXPORT int rl_chase(void* stream, const void* data, int hops, void* out) {
+  using namespace rooflight;
+  try {
+    launch(chase, dim3(1), dim3(1), static_cast<cudaStream_t>(stream), false, 0, static_cast<const unsigned*>(data),
+           hops, static_cast<unsigned*>(out));
   } catch (const std::exception&) {
     return error_of(cudaErrorLaunchFailure);
   }

@@ -56,14 +56,18 @@ inline const Card& card() {
 }
 
 // A launch that may begin while the kernel before it on the stream ends (programmatic dependent launch). Every kernel
-// launched this way calls wait_for_earlier_kernels() before it touches memory.
+// launched this way calls wait_for_earlier_kernels() before it touches memory. shared: bytes of dynamic shared memory.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, bool overlap,
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, bool overlap, int shared,
             Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.stream = stream;
+  config.dynamicSmemBytes = shared;
+  if (shared > 48 * 1024) {  // more has to be asked for; asking again costs a fraction of a microsecond
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  }
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
