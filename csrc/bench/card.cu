@@ -1,6 +1,5 @@
 // Ceilings of a card, for `rooflight bench card` and for flushing L2: what a launch costs, how fast memory is read.
 #include "common/launch.cuh"
-#include "common/pack.cuh"
 
 namespace rooflight {
 namespace {
@@ -15,6 +14,7 @@ __global__ void empty_overlapped() {
 constexpr int kReadThreads = 512;
 constexpr int kReadAtOnce = 4;  // packs of 16 bytes in flight in each thread
 
+// Plain loads: what is read once and marked so evicts little of L2, and this kernel also empties the cache.
 __global__ void __launch_bounds__(kReadThreads) read_all(const uint4* data, size_t packs, unsigned* out) {
   const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
   unsigned folded = 0;
@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(kReadThreads) read_all(const uint4* data, size
   for (; place + (kReadAtOnce - 1) * step < packs; place += kReadAtOnce * step) {
     uint4 read[kReadAtOnce];
 #pragma unroll
-    for (int i = 0; i < kReadAtOnce; ++i) read[i] = load_once(data + place + i * step);
+    for (int i = 0; i < kReadAtOnce; ++i) read[i] = __ldcg(data + place + i * step);
 #pragma unroll
     for (int i = 0; i < kReadAtOnce; ++i) folded ^= read[i].x ^ read[i].y ^ read[i].z ^ read[i].w;
   }
   for (; place < packs; place += step) {
-    const uint4 read = load_once(data + place);
+    const uint4 read = __ldcg(data + place);
     folded ^= read.x ^ read.y ^ read.z ^ read.w;
   }
   if (folded == 0x9e3779b9u) *out = folded;  // never for the data that is read, which the compiler cannot know
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kReadThreads) read_all(const uint4* data, size
 // One thread follows `hops` pointers (indices into data), each load waiting for the one before it.
 __global__ void chase(const unsigned* data, int hops, unsigned* out) {
   unsigned place = 0;
-  for (int hop = 0; hop < hops; ++hop) place = load_once(data + place);
+  for (int hop = 0; hop < hops; ++hop) place = __ldcg(data + place);
   *out = place;
 }
 

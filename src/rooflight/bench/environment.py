@@ -32,7 +32,13 @@ def cpu_flags() -> list[str]:
 
 
 def commit() -> str:
-    """The commit of the source tree, with `+` if files differ from it; "unknown" outside a checkout."""
+    """The commit of the source tree, with `+` if files differ from it; "unknown" outside a checkout.
+
+    ROOFLIGHT_COMMIT says it where the tree was copied without its history.
+    """
+    given = os.environ.get("ROOFLIGHT_COMMIT")
+    if given:
+        return given
     here = Path(__file__).parent
     try:
         revision = _git(here, "rev-parse", "--short=12", "HEAD")
@@ -67,3 +73,49 @@ def describe(threads: int) -> dict[str, object]:
         "commit": commit(),
         "date": date.today().isoformat(),
     }
+
+
+def describe_gpu() -> dict[str, object]:
+    """What a figure of the first GPU depends on beside `describe`; whether anything else uses it right now.
+
+    Asks the driver's own tool and keeps the GPU untouched. `idle` is None where the tool cannot be asked. Call it
+    before the measurement's own processes start.
+    """
+    asked = ("driver_version", "utilization.gpu", "memory.used", "clocks.sm", "power.limit")
+    values = _nvidia_smi("--query-gpu=" + ",".join(asked))
+    use = dict(zip(asked, values[0].split(", "), strict=False)) if values else {}
+    users = _nvidia_smi("--query-compute-apps=pid")
+    busy = use.get("utilization.gpu", "")
+    others = len(users) if users is not None else None
+    return {
+        "driver": use.get("driver_version", "unknown"),
+        "cuda": torch.version.cuda,
+        "triton": version("triton"),
+        "idle": others == 0 and busy == "0" if others is not None and busy.isdigit() else None,
+        "other_processes": others,
+        "utilization_percent": busy or None,
+        "memory_used_mib": use.get("memory.used"),
+        "clock_sm_mhz": use.get("clocks.sm"),
+        "power_limit_w": use.get("power.limit"),
+    }
+
+
+def _nvidia_smi(query: str) -> list[str] | None:
+    """Lines of an answer about the GPU that PyTorch calls the first, or None."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", _first_gpu()]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _first_gpu() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return visible or "0"
+
+
+def gpu_folder(name: str) -> str:
+    """The folder of a card's results: "NVIDIA H200" -> "h200", "NVIDIA GeForce RTX 4090 D" -> "geforce-rtx-4090-d"."""
+    words = name.lower().split()
+    return "-".join(words[1:] if len(words) > 1 and words[0] in ("nvidia", "amd") else words)

@@ -1,20 +1,23 @@
-"""The parent's side of a contender's process."""
+"""The parent's side of a measuring process."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rooflight.bench.measurement import RequestTiming
 
 PEERS = ("transformers",)
+Worker = TypeVar("Worker", bound="WorkerProcess")
 
 
 def missing(peer: str) -> str | None:
@@ -22,41 +25,54 @@ def missing(peer: str) -> str | None:
     return None if importlib.util.find_spec(peer) else "not installed"
 
 
-class ContenderProcess:
-    """Starts the worker and waits until its model is loaded; ChildProcessError with its words if it cannot."""
+class WorkerProcess:
+    """A process that runs `module` and answers JSON lines with JSON lines (`channel`). Its errors are kept.
 
-    def __init__(self, engine: str, model: str | None, dtype: str, device: str, threads: int) -> None:
-        self.engine = engine
-        command = [sys.executable, "-m", "rooflight.bench.worker", engine, model or "", dtype, device, str(threads)]
+    `name` is what error messages call it. Starting returns at once; the first `receive` waits until it is ready.
+    patience: seconds that it may take for an answer; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        changes: Mapping[str, str] | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.name, self._patience = name, patience
         # A pipe would fill up, since libraries are talkative; closed in close().
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **(changes or {})},
         )
-        ready = self._read()
-        self.versions: dict[str, str] = ready["ready"]
-        self.load_seconds: float = ready["seconds"]
 
-    def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and wait for the answer; ChildProcessError with its last words if it has died."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: `_read` tells of what
-            self._process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # it has died: `receive` tells of what
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
-        reply = self._read()
-        return RequestTiming(reply["first_token"], reply["total"], tuple(reply["tokens"]))
+        return self.receive()
 
-    def _read(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        # An answer is one line, so nothing is left in Python's buffer that select would not see.
+        if not select.select([self._process.stdout], [], [], self._patience)[0]:
+            self._process.kill()
+            raise ChildProcessError(f"{self.name} did not answer for {self._patience:g} s")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             self._errors.seek(0)
             last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
-            raise ChildProcessError(f"{self.engine} ended with code {code}: {last[0]}")
+            raise ChildProcessError(f"{self.name} ended with code {code}: {last[0]}")
         message: dict[str, Any] = json.loads(line)
-        if "error" in message:
-            self.close()
-            raise ChildProcessError(f"{self.engine} could not load the model: {message['error']}")
         return message
 
     def close(self) -> None:
@@ -65,10 +81,28 @@ class ContenderProcess:
         self._process.communicate()
         self._errors.close()
 
-    def __enter__(self) -> ContenderProcess:
+    def __enter__(self: Worker) -> Worker:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class ContenderProcess(WorkerProcess):
+    """Starts an engine and waits until its model is loaded; ChildProcessError with its words if it cannot."""
+
+    def __init__(self, engine: str, model: str | None, dtype: str, device: str, threads: int) -> None:
+        self.engine = engine
+        super().__init__(engine, "rooflight.bench.worker", [engine, model or "", dtype, device, str(threads)])
+        ready = self.receive()
+        if "error" in ready:
+            self.close()
+            raise ChildProcessError(f"{engine} could not load the model: {ready['error']}")
+        self.versions: dict[str, str] = ready["ready"]
+        self.load_seconds: float = ready["seconds"]
+
+    def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
+        reply = self.ask({"prompt": list(prompt), "max_tokens": max_tokens})
+        return RequestTiming(reply["first_token"], reply["total"], tuple(reply["tokens"]))

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rooflight.bench import results
 from rooflight.bench.request import RequestReport, RequestSetup, run
-from rooflight.cli import loading
+from rooflight.cli import bench_ops, loading
+from rooflight.cli.bar import bar
 
 app = typer.Typer()
+app.command()(bench_ops.ops)
+app.command()(bench_ops.card)
+app.command("all")(bench_ops.everything)
+app.command("self-test")(bench_ops.check_itself)
 
 
 @app.callback(invoke_without_command=True)
@@ -57,25 +58,13 @@ def request(
         threads=threads,
     )
     results.prepare(out)  # a folder that cannot be written should not cost the measurement
-    with _bar() as progress:
+    with bar() as progress:
         report = run(setup, progress)
     Console().print(_table(report))
     for name, reason in report.absent.items():
         typer.echo(f"{name}: {reason}")
     for path in results.write(out, "request", report.as_data()):
         typer.echo(f"wrote {path}")
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar of rounds on stderr that goes away when done; none where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, of: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting")
-        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
 
 
 def _table(report: RequestReport) -> Table:
