@@ -44,7 +44,7 @@ struct RmsNormBackward {
 
 // How a row is spread over threads. The order of its sum follows from packs and width alone.
 struct RowShape {
-  int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; 0: the row does not fit and is read twice
+  int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; wider rows take the next that holds them
   int rows_per_block = 1;  // at large batches; a small batch gives each row a block of its own
   bool overlap = true;     // programmatic dependent launch
 };

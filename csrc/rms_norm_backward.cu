@@ -18,9 +18,15 @@
 namespace rooflight {
 namespace {
 
-constexpr int kMaxThreads = 512;  // with more, a thread's registers would not hold its share of the weight gradient
 constexpr int kWideThreads = 1024;
 constexpr int kMaxWarps = kWideThreads / 32;
+
+// Threads of a block that holds rows in registers, and how many such blocks share a multiprocessor: with more, a
+// thread's registers would not hold its part of a row, of the weights and of their gradient.
+template <int PACKS>
+constexpr int kBlockThreads = PACKS <= 2 ? 256 : 512;
+template <int PACKS>
+constexpr int kBlocks = PACKS <= 2 ? 3 : 1;
 
 // One thread's part of a row.
 template <typename T, int N, int PACKS, bool ADD>
@@ -54,7 +60,8 @@ struct RowPart {
   }
 };
 
-// Adds x^2 and x * grad * weight of one pack to sums.
+// Adds x^2 and x * grad * weight of one pack to sums. Fused operations are written out, here and below, so that every
+// kernel rounds alike: a row has the same bits whichever of them its batch takes.
 template <typename T, typename W, int N>
 __device__ __forceinline__ void add_to_sums(float (&sums)[2], const Pack<T, N>& x, const Pack<T, N>& grad,
                                             const Pack<W, N>& weight) {
@@ -64,8 +71,8 @@ __device__ __forceinline__ void add_to_sums(float (&sums)[2], const Pack<T, N>& 
   to_floats(weight, factors);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    sums[0] += values[j] * values[j];
-    sums[1] += values[j] * gradients[j] * factors[j];
+    sums[0] = fmaf(values[j], values[j], sums[0]);
+    sums[1] = fmaf(__fmul_rn(values[j], gradients[j]), factors[j], sums[1]);
   }
 }
 
@@ -90,9 +97,10 @@ __device__ __forceinline__ Pack<T, N> gradient(const Pack<T, N>& x, const Pack<T
   if constexpr (ADD) to_floats(residual, more);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    share[j] += gradients[j] * (values[j] * scale.inverse);
-    const float result = scale.inverse * gradients[j] * factors[j] - values[j] * scale.correction;
-    values[j] = ADD ? result + more[j] : result;
+    share[j] = fmaf(__fmul_rn(values[j], gradients[j]), scale.inverse, share[j]);
+    const float away = __fmul_rn(values[j], -scale.correction);
+    const float result = fmaf(__fmul_rn(gradients[j], factors[j]), scale.inverse, away);
+    values[j] = ADD ? __fadd_rn(result, more[j]) : result;
   }
   return from_floats<T>(values);
 }
@@ -151,14 +159,21 @@ struct BlockShare {
     }
   }
 
+  // To the block's row of partial, or, where there is one block, to where it belongs.
   __device__ __forceinline__ void write(const RmsNormBackward& norm, int row_packs) const {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int place = threadIdx.x + i * blockDim.x;
-      if (place < row_packs) {
-        float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
+      if (place >= row_packs) continue;
+      float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
+      W* alone = static_cast<W*>(norm.grad_weight) + place * N;
 #pragma unroll
-        for (int j = 0; j < N; ++j) to[j] = share[i][j];
+      for (int j = 0; j < N; ++j) {
+        if (norm.partial_rows == 1) {
+          alone[j] = static_cast<W>(share[i][j]);
+        } else {
+          to[j] = share[i][j];
+        }
       }
     }
   }
@@ -167,7 +182,8 @@ struct BlockShare {
 constexpr int kMostStages = 8;  // rows in flight in each block
 
 template <typename T, typename W, int N, int PACKS, bool ADD>
-__global__ void __launch_bounds__(kMaxThreads, 1) backward_streamed(RmsNormBackward norm, int stages) {
+__global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>)
+    backward_streamed(RmsNormBackward norm, int stages) {
 #if __CUDA_ARCH__ >= 900
   using Data = Pack<T, N>;
   constexpr int kTensors = ADD ? 3 : 2;
@@ -225,8 +241,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_streamed(RmsNormBackw
 }
 
 template <typename T, typename W, int N, int PACKS, bool ADD>
-__global__ void __launch_bounds__(kMaxThreads, 1) backward_in_registers(RmsNormBackward norm) {
-  constexpr bool kAskAhead = PACKS * N * sizeof(T) <= 32;  // a second row beside the first, where registers allow
+__global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward_in_registers(RmsNormBackward norm) {
+  constexpr bool kAskAhead = PACKS * N * sizeof(T) <= 16;  // a second row beside the first, where registers allow
   __shared__ float scratch[2][kMaxWarps][2];
   const int row_packs = norm.width / N;
   wait_for_earlier_kernels();
@@ -293,48 +309,65 @@ __global__ void __launch_bounds__(kWideThreads) backward_read_twice(RmsNormBackw
   }
 }
 
-constexpr int kColumns = 32, kLanes = 32;  // of a block that adds shares: a warp reads 128 bytes of each of 32 rows
+constexpr int kColumns = 8, kLanes = 128;  // of a block that adds shares: 32 bytes, a whole sector, of each row
 
-// grad_weight[column] = sum of partial[:, column], each thread every kLanes-th row, then the lanes in order.
+// grad_weight[column] = sum of partial[:, column]: each lane every kLanes-th row, then the lanes, in a fixed order.
 template <typename W>
 __global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward norm) {
-  __shared__ float lanes[kLanes][kColumns];
-  const int column = blockIdx.x * kColumns + threadIdx.x;
+  __shared__ float sums[kColumns][kLanes + 1];
+  const int within = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
+  const int column = blockIdx.x * kColumns + within;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   float sum = 0.0f;
   if (column < norm.width) {
 #pragma unroll 4
-    for (int row = threadIdx.y; row < norm.partial_rows; row += kLanes) {
+    for (int row = lane; row < norm.partial_rows; row += kLanes) {
       sum += norm.partial[static_cast<int64_t>(row) * norm.width + column];
     }
   }
-  lanes[threadIdx.y][threadIdx.x] = sum;
+  sums[within][lane] = sum;
   __syncthreads();
-  if (threadIdx.y == 0 && column < norm.width) {
+  const int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  if (warp < kColumns && blockIdx.x * kColumns + warp < norm.width) {
     float total = 0.0f;
 #pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) total += lanes[lane][threadIdx.x];
-    static_cast<W*>(norm.grad_weight)[column] = static_cast<W>(total);
+    for (int i = thread; i < kLanes; i += 32) total += sums[warp][i];
+    total = warp_sum(total);
+    if (thread == 0) static_cast<W*>(norm.grad_weight)[blockIdx.x * kColumns + warp] = static_cast<W>(total);
   }
 }
 
 constexpr bool kOverlap = true;  // programmatic dependent launch, also between the two kernels here
 
-int blocks_per_multiprocessor(int threads) {
-  return std::clamp(1024 / threads, 1, 8);
+// How a row of so many packs is held: packs a thread (0: too wide), threads a block, blocks a multiprocessor.
+struct BlockPlan {
+  int packs, threads, blocks;
+};
+
+template <int PACKS>
+BlockPlan plan_with(int row_packs) {
+  const int needed = (row_packs + PACKS - 1) / PACKS;
+  const int threads = (needed + 31) / 32 * 32;
+  return {PACKS, threads, std::clamp(kBlocks<PACKS> * kBlockThreads<PACKS> / threads, 1, 8)};
+}
+
+BlockPlan plan_block(int row_packs) {
+  if (row_packs <= kBlockThreads<1>) return plan_with<1>(row_packs);
+  if (row_packs <= 2 * kBlockThreads<2>) return plan_with<2>(row_packs);
+  if (row_packs <= 4 * kBlockThreads<4>) return plan_with<4>(row_packs);
+  return {0, kWideThreads, 1};
 }
 
 template <typename T, typename W, int N, int PACKS, bool ADD>
-void launch_in_block(const RmsNormBackward& norm, cudaStream_t stream) {
-  const int needed = (norm.width / N + PACKS - 1) / PACKS;
-  const int threads = (needed + 31) / 32 * 32;
-  const dim3 grid(norm.partial_rows), block(threads);
+void launch_in_block(const RmsNormBackward& norm, BlockPlan plan, cudaStream_t stream) {
+  const dim3 grid(norm.partial_rows), block(plan.threads);
   if constexpr (N == kFullPack<T>) {
     constexpr int kForRings = 200 * 1024;  // bytes of shared memory of a multiprocessor, of 227 KiB
     const int stage_bytes = (ADD ? 3 : 2) * norm.width * static_cast<int>(sizeof(T));
-    const int stages = std::min(kForRings / blocks_per_multiprocessor(threads) / stage_bytes, kMostStages);
-    if (card().major >= 9 && stages >= 2) {
+    const int stages = std::min(kForRings / plan.blocks / stage_bytes, kMostStages);
+    // A ring pays once it turns; with fewer rows it only puts a copy between memory and registers.
+    if (card().major >= 9 && stages >= 2 && norm.rows >= 4 * norm.partial_rows) {
       const auto kernel = backward_streamed<T, W, N, PACKS, ADD>;
       launch(kernel, grid, block, stream, kOverlap, stages * stage_bytes, norm, stages);
       return;
@@ -345,11 +378,23 @@ void launch_in_block(const RmsNormBackward& norm, cudaStream_t stream) {
 
 template <typename T, typename W, int N, bool ADD>
 void launch_shaped(const RmsNormBackward& norm, cudaStream_t stream) {
-  const int row_packs = norm.width / N;
-  if (row_packs <= kMaxThreads) return launch_in_block<T, W, N, 1, ADD>(norm, stream);
-  if (row_packs <= 2 * kMaxThreads) return launch_in_block<T, W, N, 2, ADD>(norm, stream);
-  if (row_packs <= 4 * kMaxThreads) return launch_in_block<T, W, N, 4, ADD>(norm, stream);
-  launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, 0, norm);
+  const BlockPlan plan = plan_block(norm.width / N);
+  switch (plan.packs) {
+    case 1:
+      launch_in_block<T, W, N, 1, ADD>(norm, plan, stream);
+      break;
+    case 2:
+      launch_in_block<T, W, N, 2, ADD>(norm, plan, stream);
+      break;
+    case 4:
+      launch_in_block<T, W, N, 4, ADD>(norm, plan, stream);
+      break;
+    default:
+      launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, 0, norm);
+  }
+  if (plan.packs > 0 && norm.partial_rows == 1) return;  // the one block wrote the weight gradient itself
+  const dim3 grid((norm.width + kColumns - 1) / kColumns);
+  launch(add_shares<W>, grid, dim3(kColumns * kLanes), stream, kOverlap, 0, norm);
 }
 
 template <typename T, typename W, int N>
@@ -371,19 +416,17 @@ void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
   } else {
     launch_packed<T, W, 1>(norm, stream);
   }
-  const dim3 grid((norm.width + kColumns - 1) / kColumns);
-  launch(add_shares<W>, grid, dim3(kColumns, kLanes), stream, kOverlap, 0, norm);
 }
 
 }  // namespace
 
 int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
   // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again, so a small batch gives
-  // each four rows at least, and wide rows do not get more than 64 MiB of scratch.
-  const int row_packs = (width * size_of(dtype) + 15) / 16;
-  const int threads = std::clamp((row_packs + 31) / 32 * 32, 32, kMaxThreads);
-  const int64_t full = static_cast<int64_t>(card().multiprocessors) * blocks_per_multiprocessor(threads);
-  const int64_t busy = std::max<int64_t>(card().multiprocessors, rows / 4);
+  // each four rows at least, and wide rows do not get more than 64 MiB of scratch. Two rows are best left to one block.
+  if (rows <= 2) return 1;
+  const int64_t multiprocessors = card().multiprocessors;
+  const int64_t full = multiprocessors * plan_block((width * size_of(dtype) + 15) / 16).blocks;
+  const int64_t busy = std::max(multiprocessors, rows / 4);
   const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / (static_cast<int64_t>(width) * 4));
   return static_cast<int>(std::min({rows, full, busy, in_scratch}));
 }
