@@ -58,10 +58,10 @@ Norm checked(const Operand& x, const Operand& weight, double eps) {
   return norm;
 }
 
-void check_beside(const Operand& operand, const Operand& x) {
-  operand.check_same_shape(x);
-  operand.check_same_dtype(x);
-  operand.check_same_device(x);
+void check_beside(const Operand& operand, const Operand& first) {
+  operand.check_same_shape(first);
+  operand.check_same_dtype(first);
+  operand.check_same_device(first);
 }
 
 Rows contiguous_rows(const Tensor& tensor, int width) {
@@ -112,12 +112,13 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_tensor, const Te
                                              const Tensor& weight_tensor, double eps,
                                              const std::optional<Tensor>& grad_residual_tensor) {
   const Operand grad_out("grad_out", grad_tensor), x("x", x_tensor), weight("weight", weight_tensor);
+  grad_out.check_values();
+  check_beside(x, grad_out);
   auto norm = checked<RmsNormBackward>(x, weight, eps);
-  check_beside(grad_out, x);
   norm.grad_out = grad_out.as_rows();
   if (grad_residual_tensor) {
     const Operand grad_residual("grad_residual", *grad_residual_tensor);
-    check_beside(grad_residual, x);
+    check_beside(grad_residual, grad_out);
     norm.grad_residual = grad_residual.as_rows();
   }
   Tensor grad_x = empty_like(x), grad_weight = empty_like(weight);

@@ -11,23 +11,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import norm_tables
+from norm_tables import markdown
 
 import rooflight
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md",)
+FILES = ("README.md", "docs/norms.md")
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    """A table whose columns from number `right` on are figures."""
-    lines = ["| " + " | ".join(header) + " |"]
-    lines.append("|" + "|".join("---:" if i >= right else "---" for i in range(len(header))) + "|")
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def request_table() -> str:
@@ -77,6 +73,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "request": request_table,
     "operators": operator_table,
     "models": model_table,
+    **norm_tables.TABLES,
 }
 
 

@@ -229,6 +229,15 @@ def public(op: Operator, backend: str | None = None) -> Callable[..., Any]:
     return call
 
 
+# Results that are sums over all rows, by their place: no row has a part of them of its own.
+SUMS_OVER_ROWS = {"rms_norm_backward": (1,), "layer_norm_backward": (1, 2)}
+
+
+def of_rows(op: Operator, results: Results) -> Results:
+    """The results that hold something for each row of the batch."""
+    return tuple(r for place, r in enumerate(results) if place not in SUMS_OVER_ROWS.get(op.name, ()))
+
+
 def untouched(op: Operator, before: Args, after: Args, nothing_written: bool = False) -> None:
     """Every byte behind every argument is as before, except the elements of those that the schema says are written."""
     for name in tensor_names(op, before):
@@ -352,8 +361,12 @@ _REDUCTION = "PyTorch's reductions on a GPU share a row among fewer threads, in 
 NOT_BATCH_INVARIANT = {
     "linear": "the matrix library picks another kernel, with another order of sums, for another number of rows",
     "rms_norm.ref.cuda": _REDUCTION,
+    "rms_norm_backward.ref.cuda": _REDUCTION,
     "fused_add_rms_norm.ref.cuda": _REDUCTION,
     "fused_add_rms_norm_.ref.cuda": _REDUCTION,
+    "layer_norm.ref.cuda": _REDUCTION,
+    "layer_norm_backward.ref.cuda": _REDUCTION,
+    "fused_add_layer_norm.ref.cuda": _REDUCTION,
     "qk_norm_rope_cache_.ref.cuda": _REDUCTION,
 }
 

@@ -52,6 +52,19 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
     "rms_norm": lambda a: (size(a["x"], a["weight"]), size(a["x"])),
     "fused_add_rms_norm": lambda a: (size(a["x"], a["residual"], a["weight"]), size(a["x"], a["residual"])),
     "fused_add_rms_norm_": lambda a: (size(a["x"], a["residual"], a["weight"]), size(a["x"], a["residual"])),
+    "rms_norm_backward": lambda a: (
+        size(a["grad_out"], a["x"], a["weight"], a["grad_residual"]),
+        size(a["x"], a["weight"]),
+    ),
+    "layer_norm": lambda a: (size(a["x"], a["weight"], a["bias"]), size(a["x"])),
+    "fused_add_layer_norm": lambda a: (
+        size(a["x"], a["residual"], a["weight"], a["bias"]),
+        size(a["x"], a["residual"]),
+    ),
+    "layer_norm_backward": lambda a: (
+        size(a["grad_out"], a["x"], a["weight"], a["grad_residual"]),
+        size(a["x"], a["weight"], a["weight"]),
+    ),
     "silu_and_mul": lambda a: (size(a["x"]), size(a["x"]) // 2),
     "rope": lambda a: (size(a["q"], a["k"]) + table_rows(a), size(a["q"], a["k"])),
     "rope_": lambda a: (size(a["q"], a["k"]) + table_rows(a), size(a["q"], a["k"])),

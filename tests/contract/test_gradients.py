@@ -29,6 +29,8 @@ DIFFERENTIABLE = [target for target in TARGETS if target.op.backward is not None
 WITHOUT = [target for target in TARGETS if target.op.backward is None and not target.op.mutates]
 # Float arguments that no gradient flows to.
 CONSTANTS = {("rope", "cos_sin")}
+# Operators that round a sum before they use it: where the sum is exact, the composition has their gradient.
+ROUNDS_A_SUM = ("fused_add_rms_norm", "fused_add_layer_norm")
 
 
 def wanted_names(op: Operator, args: Args) -> list[str]:
@@ -87,10 +89,10 @@ def check_gradients(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", [as_param(target) for target in DIFFERENTIABLE])
 def test_gradients_agree_with_fp64(target: Target, dtype: torch.dtype) -> None:
-    """Every dims of the sweep. fused_add_rms_norm squares the rounded sum: its truth starts from exact sums."""
+    """Every dims of the sweep. The fused additions normalise the rounded sum: their truth starts from exact sums."""
     for dims in target.op.sweep:
         args = sweep_args(target.op, dims, dtype)
-        if target.op.name == "fused_add_rms_norm":
+        if target.op.name in ROUNDS_A_SUM:
             args = (args[0], torch.zeros_like(args[1]), *args[2:])
         check_gradients(target, args, random_upstream)
 
@@ -100,7 +102,7 @@ def test_br_021_expanded_upstream_gradient(target: Target) -> None:
     """`op(...).sum().backward()` sends a gradient with stride 0; so does `expand`."""
     for dtype in target.op.dtypes:
         args = sweep_args(target.op, plain_dims(target.op), dtype)
-        if target.op.name == "fused_add_rms_norm":
+        if target.op.name in ROUNDS_A_SUM:
             args = (args[0], torch.zeros_like(args[1]), *args[2:])
         check_gradients(target, args, ones_upstream)
         used = copy_args(args, target.device)

@@ -8,6 +8,7 @@ import torch
 from rooflight.ops import Operator
 from tests.contract.harness import (
     LAYOUTS,
+    SUMS_OVER_ROWS,
     Args,
     Expected,
     Target,
@@ -84,7 +85,8 @@ def test_expanded_arguments(target: Target) -> None:
             check_right_or_refused(target, same_rows, name, "expanded", expect(target.op, same_rows))
 
 
-@each_target(lambda target: target.op.arguments[0].name == "x")  # x is what is called (..., size) in a schema
+# What is called (..., size) in a schema.
+@each_target(lambda target: target.op.arguments[0].name in ("x", "grad_out"))
 def test_leading_dimensions_fold_into_rows(target: Target) -> None:
     """An operator that takes (..., size) gives for (2, 3, size) what it gives for (6, size)."""
     args = sweep_args(target.op, plain_dims(target.op), target.op.dtypes[-1])
@@ -93,6 +95,8 @@ def test_leading_dimensions_fold_into_rows(target: Target) -> None:
     deep = tuple(
         a.unflatten(0, (rows // 3, 3)) if isinstance(a, torch.Tensor) and a.shape[:1] == (rows,) else a for a in flat
     )
-    for one, other in zip(target.run_copy(flat), target.run_copy(deep), strict=True):
-        assert other.shape[:2] == (rows // 3, 3)
-        assert torch.equal(one, other.flatten(0, 1))
+    for place, (one, other) in enumerate(zip(target.run_copy(flat), target.run_copy(deep), strict=True)):
+        if place not in SUMS_OVER_ROWS.get(target.op.name, ()):
+            assert other.shape[:2] == (rows // 3, 3)
+            other = other.flatten(0, 1)
+        assert torch.equal(one, other)

@@ -22,9 +22,13 @@ class Mutant:
 AUTOGRAD, CONTRACT, NORM, PAGED, ROPE = (
     f"ops/{name}.py" for name in ("autograd", "contract", "norm", "paged_attention", "rope")
 )
-SAMPLE, STEP, TRITON = "ops/sample.py", "ops/qk_norm_rope_cache.py", "kernels/triton/norm.py"
+SAMPLE, STEP, GRADIENT = "ops/sample.py", "ops/qk_norm_rope_cache.py", "ops/norm_backward.py"
+TRITON, TRITON_GRADIENT, TRITON_LAYER, TRITON_LAYER_GRADIENT, PARTIALS = (
+    f"kernels/triton/{name}.py" for name in ("norm", "norm_backward", "layer_norm", "layer_norm_backward", "partials")
+)
 OF = {
-    name: f"ops/test_{name}.py" for name in ("attention", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
+    name: f"ops/test_{name}.py"
+    for name in ("attention", "layer_norm", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
 }
 VALUES, LAYOUTS, GRADIENTS, MUTATION, ERRORS, COST = (
     f"contract/test_{name}.py" for name in ("values", "layouts", "gradients", "mutation", "errors", "cost")
@@ -92,7 +96,7 @@ MUTANTS = [
     Mutant(
         "the sum is squared before it is rounded",
         NORM, "return _reference(total, weight, eps), total",
-        "return _reference(wide(x) + wide(residual), weight, eps).to(x.dtype), total",
+        "return _reference(x.float() + residual.float(), weight, eps).to(x.dtype), total",
         OF["norm"], "br_003",
     ),
     Mutant(
@@ -123,47 +127,97 @@ MUTANTS = [
     ),
     Mutant(
         "the gradient of the residual is dropped",
-        NORM, "(grad_total + wide(grad_residual))", "(grad_total)",
+        NORM, "grad_residual = None if grad_residual is None else rows(grad_residual)", "grad_residual = None",
         OF["norm"], "gradient_of_the_residual",
     ),
     Mutant(
         "the gradient of the norm forgets the mean",
-        NORM, "g - normalised * (g * normalised).mean(-1, keepdim=True)", "g",
+        GRADIENT, "g - normalised * (g * normalised).mean(-1, keepdim=True)", "g",
         GRADIENTS, "gradcheck and rms_norm",
+    ),
+    Mutant(
+        "gradients go to the kernel with the strides that they come with",
+        GRADIENT, "        return tensor\n    return tensor.contiguous()", "        return tensor\n    return tensor",
+        OF["norm"], "br_021_sum and triton",
+    ),
+    Mutant(
+        "the gradient forgets which provider was asked for",
+        GRADIENT, "return provider if asked_for else None", "return None",
+        OF["norm"], "runs_on_the_provider and triton",
+    ),
+    Mutant(
+        "the variance of what is not centred",
+        "ops/layer_norm.py", "centred.square().mean", "values.square().mean",
+        OF["layer_norm"], "by_hand and ref",
     ),
     # Triton
     Mutant(
         "mean over the wrong count",
-        TRITON, "tl.sum(total * total, 0) / hidden_size", "tl.sum(total * total, 0) / BLOCK",
+        TRITON, "tl.sum(total * total, 1)[:, None] / hidden_size", "tl.sum(total * total, 1)[:, None] / BLOCK",
         VALUES, "sweep and fused_add_rms_norm.triton and 255",
     ),
     Mutant(
         "the kernel squares the sum before it is rounded",
-        TRITON, "total = rounded.to(tl.float32)", "total = x + residual",
+        TRITON, "\n        total = rounded.to(tl.float32)", "\n        total = total + residual",
         OF["norm"], "br_003",
     ),
     Mutant(
         "masked lanes count into the sum of squares",
-        TRITON, "\n    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)",
-        "\n    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=1.0)",
+        TRITON, "\n    total = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)",
+        "\n    total = tl.load(x_ptr + row * x_stride + column, mask=inside, other=1.0)",
         VALUES, "sweep and fused_add_rms_norm.triton and 255",
     ),
     Mutant(
         "the kernel writes one element beyond the row",
         TRITON, "\n    tl.store(out_ptr + row * out_stride + column, out, mask=inside)",
-        "\n    tl.store(out_ptr + row * out_stride + column, out, mask=column < hidden_size + 1)",
+        "\n    tl.store(out_ptr + row * out_stride + column, out, mask=(row < num_rows) & (column < hidden_size + 1))",
         LAYOUTS, "all_arguments and fused_add_rms_norm_.triton and row_slice",
     ),
     Mutant(
         "the residual walked with the stride of x",
-        TRITON, "\n    residual = tl.load(residual_ptr + row * residual_stride",
-        "\n    residual = tl.load(residual_ptr + row * x_stride",
+        TRITON, "\n        residual = tl.load(residual_ptr + row * residual_stride",
+        "\n        residual = tl.load(residual_ptr + row * x_stride",
         LAYOUTS, "every_argument and fused_add_rms_norm.triton and row_slice",
     ),
     Mutant(
         "only the last piece of a wide row is squared",
-        TRITON, "squares += rounded", "squares = rounded",
-        OF["norm"], "wider_than_one and triton",
+        TRITON, "squares += total * total", "squares = total * total",
+        OF["norm"], "test_rows_wider_than_one and triton and 20000",
+    ),
+    Mutant(
+        "masked lanes count into the variance",
+        TRITON_LAYER, "centred = tl.where(column < hidden_size, total - mean, 0.0)", "centred = total - mean",
+        VALUES, "sweep and layer_norm.triton and 255",
+    ),
+    Mutant(
+        "the weight gradient of a program's last rows alone",
+        TRITON_GRADIENT, "weight_sum += product", "weight_sum = product",
+        VALUES, "sweep and rms_norm_backward.triton and 33",
+    ),
+    Mutant(
+        "the next row is the same row",
+        TRITON_GRADIENT, "tl.load(x_ptr + (row + step) * x_stride", "tl.load(x_ptr + row * x_stride",
+        VALUES, "sweep and rms_norm_backward.triton and 33",
+    ),
+    Mutant(
+        "rows beyond the last are zero divided by zero",
+        TRITON_GRADIENT, "product = tl.where(inside, product, 0.0)", "product = product + 0.0",
+        OF["norm"], "backward_by_hand and triton",
+    ),
+    Mutant(
+        "the gradient of a wide row forgets the rows before it",
+        TRITON_GRADIENT, "tl.load(partial_ptr + column, mask=inside, other=0.0) + grad", "grad",
+        OF["norm"], "gradients_of_rows_wider and triton and 20000",
+    ),
+    Mutant(
+        "the last partial sum alone",
+        PARTIALS, "total += tl.load(", "total = tl.load(",
+        VALUES, "sweep and rms_norm_backward.triton and 33",
+    ),
+    Mutant(
+        "the gradient of the bias is that of the weight",
+        TRITON_LAYER_GRADIENT, "bias_sum += grad", "bias_sum += product",
+        OF["layer_norm"], "backward_by_hand and triton",
     ),
     Mutant(
         "the kernel's in-place form leaves the residual as it was",

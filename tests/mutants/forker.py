@@ -32,6 +32,8 @@ class Recorder:
 
 def run(request: dict[str, str]) -> dict[str, Any]:
     """In the child: the tests of one request on its copy of the source."""
+    # An editable install may find the package by an import hook, which comes before the path.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
     sys.path.insert(0, request["source"])
     import rooflight
 

@@ -11,12 +11,24 @@ from typing import Any
 
 import torch
 
+from rooflight.kernels import choices, library
 from rooflight.ops.contract import REGISTRY
 
 TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
+    "fused_add_layer_norm": "layer_norm",
     "fused_add_rms_norm": "norm",
     "fused_add_rms_norm_": "norm",
+    "layer_norm": "layer_norm",
+    "layer_norm_backward": "layer_norm_backward",
+    "rms_norm": "norm",
+    "rms_norm_backward": "norm_backward",
 }
+CUDA = (  # operators whose `.cuda` overload the compiled library implements
+    "rms_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "rms_norm_backward",
+)
 
 
 def interpreting() -> bool:
@@ -37,7 +49,7 @@ def status() -> dict[str, str]:
         lines["triton"] = "installed, but no GPU is visible"
     else:
         lines["triton"] = "on " + torch.cuda.get_device_name()
-    lines["cuda"] = "no compiled kernels in this version"
+    lines["cuda"] = library.load() or "compiled kernels, on " + torch.cuda.get_device_name()
     return lines
 
 
@@ -47,6 +59,10 @@ def attach_all() -> None:
         devices = (["cuda"] if torch.version.cuda else []) + (["cpu"] if interpreting() else [])
         for operator, module in TRITON.items():
             REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
+    if library.load() is None:
+        for operator in CUDA:
+            REGISTRY[operator].attach("cuda", None, ["cuda"])  # the library has brought the kernel
+    choices.apply(REGISTRY)
 
 
 def _lazy(module: str, launcher: str) -> Callable[..., Any]:

@@ -3,10 +3,12 @@
 from rooflight.ops.activation import silu_and_mul
 from rooflight.ops.contract import REGISTRY, Cost, Make, Operator, backend
 from rooflight.ops.decode_attention import decode_attention, decode_attention_lse
+from rooflight.ops.layer_norm import fused_add_layer_norm, layer_norm
 from rooflight.ops.linear import embedding, linear, pack_weight
 from rooflight.ops.logprobs import top_logprobs
 from rooflight.ops.merge_attention import merge_attention
 from rooflight.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
+from rooflight.ops.norm_backward import layer_norm_backward, rms_norm_backward
 from rooflight.ops.paged_attention import AttentionMeta
 from rooflight.ops.penalties import penalize_logits_
 from rooflight.ops.prefill_attention import prefill_attention, prefill_attention_lse
@@ -25,8 +27,11 @@ __all__ = [
     "decode_attention",
     "decode_attention_lse",
     "embedding",
+    "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "layer_norm",
+    "layer_norm_backward",
     "linear",
     "merge_attention",
     "pack_weight",
@@ -35,6 +40,7 @@ __all__ = [
     "prefill_attention_lse",
     "qk_norm_rope_cache_",
     "rms_norm",
+    "rms_norm_backward",
     "rope",
     "rope_",
     "sample",

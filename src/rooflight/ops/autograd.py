@@ -18,14 +18,23 @@ def attach_autograd(
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any] | None,
 ) -> None:
-    """Register the gradient; an operator without one raises in backward instead of returning None."""
-    name = overload._schema.name + "." + overload._schema.overload_name
+    """Register the gradient; an operator without one raises in backward instead of returning None.
+
+    The backward finds the provider that ran in `ctx.provider`.
+    """
+    provider = overload._schema.overload_name
+    name = overload._schema.name + "." + provider
     if backward is None:
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             raise NotImplementedError(f"{name} has no gradient")
 
-    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=library)
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.provider = provider
+        if setup_context is not None:
+            setup_context(ctx, inputs, output)
+
+    torch.library.register_autograd(name, backward, setup_context=remember, lib=library)
 
 
 def attach_mutation(library: torch.library.Library, overload: torch._ops.OpOverload, mutated: Sequence[str]) -> None:

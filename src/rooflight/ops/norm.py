@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from rooflight.ops import checks
-from rooflight.ops.checks import wide
 from rooflight.ops.contract import Args, Cost, Make, define
+from rooflight.ops.norm_backward import RMS_NORM_BACKWARD, chosen_again, rms_norm_backward, rows, sample_eps
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, backend: str | None = None) -> torch.Tensor:
@@ -24,9 +24,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, backen
 
     x: (..., hidden_size), FP32, FP16, BF16 or FP64, any strides. weight: (hidden_size,), any float dtype (FP32
     weights with half inputs are usual). Returns a new contiguous tensor of x's shape and dtype. Agrees with
-    `torch.nn.functional.rms_norm`. The same row gives the same bits at any batch size, except from the reference on a
-    GPU, whose order of sums follows the number of rows. Differentiable in x and weight. Raises ValueError for wrong
-    shapes, dtypes or devices.
+    `torch.nn.functional.rms_norm`. The same row gives the same bits at any batch size, except from the reference, whose
+    order of sums follows the number of rows on a GPU, and on a CPU in rows of 32768 elements or more. Differentiable in
+    x and weight. Raises ValueError for wrong shapes, dtypes or devices.
     """
     return RMS_NORM.overload(x, backend)(x, weight, eps)  # type: ignore[no-any-return]
 
@@ -88,16 +88,13 @@ def _check_add_norm_in_place(x: torch.Tensor, residual: torch.Tensor, weight: to
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     # PyTorch's own computes in FP32 and rounds once; when the caches are full of weights it takes half the time of the
-    # formula written out, which stands in `norm_gradients` and which FP64 takes (on a GPU PyTorch's differs there).
+    # formula written out, which FP64 takes (on a GPU PyTorch's differs there).
     if x.dtype == torch.float64:
-        return (x * _inverse_rms(x, eps) * weight.to(x.dtype)).contiguous()
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return (x * inverse * weight.to(x.dtype)).contiguous()
     if weight.dtype == x.dtype:
         return torch.rms_norm(x.contiguous(), weight.shape, weight, eps)
     return torch.rms_norm(x.float().contiguous(), weight.shape, weight.float(), eps).to(x.dtype)
-
-
-def _inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
 
 
 def _add_reference(
@@ -133,44 +130,35 @@ def _add_composition(
     return _composition(total, weight, eps, compute=compute), total
 
 
-def norm_gradients(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rms_norm in x and weight, in the computing precision (FP32, or FP64 for FP64).
-
-    With n = x / rms(x) and g = gradient * weight: dx = (g - n * mean(g * n)) / rms(x), dw = sum over rows of
-    gradient * n. The weight gradient is one deterministic reduction.
-    """
-    values, g_out = wide(x), wide(gradient)
-    inverse = _inverse_rms(values, eps)
-    normalised = values * inverse
-    g = g_out * weight.to(values.dtype)
-    grad_x = inverse * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-    grad_weight = (g_out * normalised).reshape(-1, x.shape[-1]).sum(0)
-    return grad_x, grad_weight
-
-
 def _setup(ctx: Any, inputs: Args, output: Any) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: torch.Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return None, None, None
     x, weight = ctx.saved_tensors
-    grad_x, grad_weight = norm_gradients(gradient, x, weight, ctx.eps)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+    backend = chosen_again(ctx, RMS_NORM, RMS_NORM_BACKWARD, x)
+    return *rms_norm_backward(rows(grad_out), rows(x), weight, ctx.eps, backend=backend), None
 
 
 def _add_setup(ctx: Any, inputs: Args, output: Any) -> None:
     _, _, weight, ctx.eps = inputs
     ctx.save_for_backward(output[1], weight)
+    ctx.set_materialize_grads(False)  # a result that the loss does not use costs nothing, and no tensor of zeros
 
 
-def _add_backward(ctx: Any, grad_out: torch.Tensor, grad_residual: torch.Tensor) -> tuple[Any, ...]:
+def _add_backward(ctx: Any, grad_out: torch.Tensor | None, grad_residual: torch.Tensor | None) -> tuple[Any, ...]:
+    """The sum goes on as residual and into the norm: x and residual get the total of the two gradients."""
     total, weight = ctx.saved_tensors
-    grad_total, grad_weight = norm_gradients(grad_out, total, weight, ctx.eps)
-    grad_total = (grad_total + wide(grad_residual)).to(total.dtype)
-    return grad_total, grad_total, grad_weight.to(weight.dtype), None
+    if grad_out is None:
+        return grad_residual, grad_residual, torch.zeros_like(weight), None
+    backend = chosen_again(ctx, FUSED_ADD_RMS_NORM, RMS_NORM_BACKWARD, total)
+    grad_residual = None if grad_residual is None else rows(grad_residual)
+    grad_total, grad_weight = rms_norm_backward(rows(grad_out), total, weight, ctx.eps, grad_residual, backend=backend)
+    return grad_total, grad_total, grad_weight, None
 
 
 def _cost(args: Mapping[str, Any], hints: Mapping[str, Any]) -> Cost:
@@ -187,7 +175,7 @@ def _add_cost(args: Mapping[str, Any], hints: Mapping[str, Any]) -> Cost:
 
 
 def _inputs(make: Make, num_tokens: int, hidden_size: int) -> Args:
-    return make.randn(num_tokens, hidden_size), make.randn(hidden_size, salt=1), 1e-6
+    return make.randn(num_tokens, hidden_size), make.randn(hidden_size, salt=1), sample_eps(hidden_size)
 
 
 def _add_inputs(make: Make, num_tokens: int, hidden_size: int) -> Args:

@@ -1,0 +1,207 @@
+"""The tables about norms in README and docs/norms.md, from results/h200. Used by `generate_docs.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rooflight.bench import summary
+from rooflight.bench.contenders import OURS
+from rooflight.bench.peers.ops import PEERS
+from rooflight.bench.rows import CALL, COLD, EVENT_COLD, EVENT_HOT, HOT, OpRow, OpsReport, by_shape, by_table, ratio
+from rooflight.limits.card import Card
+
+RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
+FORWARD = ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_")
+README_SHAPES = ("1x4096", "256x4096", "16384x4096")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
+    """A table whose columns from number `right` on are figures."""
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|" + "|".join("---:" if i >= right else "---" for i in range(len(header))) + "|")
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def report(operator: str, folder: Path = RESULTS) -> OpsReport:
+    return OpsReport.from_data(json.loads((folder / f"{operator}.json").read_text()))
+
+
+def origin(measured: OpsReport) -> str:
+    where, rounds = measured.environment, measured.setup["rounds"]
+    return (
+        f"{measured.card.name}, driver {where['driver']}, {where['cpu']}, PyTorch {where['torch']}, Triton "
+        f"{where['triton']}; medians of {rounds} interleaved rounds; commit {where['commit']}, {where['date']}."
+    )
+
+
+def _us(row: OpRow | None, time: str) -> str:
+    spread = row.time(time) if row else None
+    if spread is None:
+        return "–"
+    return f"{spread.median:.0f}" if spread.median >= 100 else f"{spread.median:.{1 if spread.median >= 20 else 2}f}"
+
+
+def _best(cell: dict[str, OpRow], time: str) -> tuple[str, OpRow] | None:
+    """The fastest that is not ours."""
+    others = [(its.median, name, row) for name, row in cell.items() if name in PEERS and (its := row.time(time))]
+    return min(others)[1:] if others else None
+
+
+def readme_table() -> str:
+    """BF16 at three shapes: ours, the best other, the limit."""
+    rows = []
+    for operator in (*FORWARD, "rms_norm_backward"):
+        for shape, cell in by_shape([row for row in report(operator).rows if row.dtype == "bf16"]).items():
+            if shape not in README_SHAPES:
+                continue
+            ours, best = cell[OURS], _best(cell, COLD)
+            assert best is not None
+            share = f"{ours.at_limit_cold:.0%}" if ours.wall == "memory" else "launch"
+            rows.append(
+                [
+                    f"`{operator}`",
+                    shape.replace("x", " × "),
+                    _us(ours, CALL),
+                    _us(cell.get("compiled"), CALL),
+                    _us(ours, HOT),
+                    _us(ours, COLD),
+                    f"{_us(best[1], COLD)} {best[0]}",
+                    f"{ours.limit_us:.2f}",
+                    share,
+                ]
+            )
+    header = ["operator, bf16", "tokens × width", "call µs", "compiled's", "hot µs", "cold µs", "best other cold µs"]
+    note = (
+        "Call: host time until the next call can be made. Hot and cold: GPU time with inputs in L2 and in DRAM. Limit: "
+        "the operator's bytes at the copy bandwidth of the same run, or an empty kernel where that takes longer. "
+    )
+    return markdown([*header, "limit µs", "of limit"], rows, right=2) + "\n" + note + origin(report("rms_norm")) + "\n"
+
+
+def grid_tables() -> str:
+    """Every forward operator and dtype: ours and the best other at each shape."""
+    text = []
+    for operator in FORWARD:
+        measured = report(operator)
+        for (name, dtype), its in by_table(measured.rows).items():
+            rows = []
+            for shape, cell in by_shape(its).items():
+                ours = cell[OURS]
+                hot, cold = _best(cell, HOT), _best(cell, COLD)
+                assert hot is not None
+                assert cold is not None
+                rows.append(
+                    [
+                        shape.replace("x", " × "),
+                        f"{ours.limit_us:.2f} {ours.wall}",
+                        _us(ours, HOT),
+                        f"{_us(hot[1], HOT)} {hot[0]}",
+                        f"{ratio(ours, hot[1], HOT):.2f}",
+                        _us(ours, COLD),
+                        f"{_us(cold[1], COLD)} {cold[0]}",
+                        f"{ratio(ours, cold[1], COLD):.2f}",
+                        f"{ours.at_limit_cold:.0%}",
+                    ]
+                )
+            header = ["tokens × width", "limit µs", "hot", "best other", "ratio", "cold", "best other", "ratio"]
+            text.append(f"**`{name}`, {dtype}**\n\n" + markdown([*header, "cold at limit"], rows, right=1))
+            text.append("\n".join(f"- {line}" for line in summary.lines(its)) + "\n")
+    return "\n".join(text) + "\n" + origin(report(FORWARD[0])) + "\n"
+
+
+def backward_tables() -> str:
+    text = []
+    for operator in ("rms_norm_backward", "layer_norm", "fused_add_layer_norm", "layer_norm_backward"):
+        measured = report(operator)
+        for (name, dtype), its in by_table(measured.rows).items():
+            if dtype != "bf16":
+                continue
+            rows = [
+                [
+                    shape.replace("x", " × "),
+                    contender,
+                    _us(row, CALL),
+                    _us(row, HOT),
+                    _us(row, COLD),
+                    f"{row.at_limit_cold:.0%}" if row.at_limit_cold else row.error or "",
+                ]
+                for shape, cell in by_shape(its).items()
+                for contender, row in cell.items()
+            ]
+            text.append(f"**`{name}`, {dtype}**\n")
+            text.append(markdown(["tokens × width", "contender", "call µs", "hot", "cold", "at limit"], rows, right=2))
+    return "\n".join(text)
+
+
+def call_table() -> str:
+    """Host time and the event protocol, where a kernel of three microseconds is hard to see."""
+    rows = []
+    for operator, shape in (("fused_add_rms_norm", "256x4096"), ("fused_add_rms_norm_", "256x4096")):
+        cell = by_shape([row for row in report(operator).rows if row.dtype == "bf16"])[shape]
+        for contender, row in cell.items():
+            if row.error is None:
+                times = [_us(row, time) for time in (CALL, HOT, COLD, EVENT_HOT, EVENT_COLD)]
+                over = [_ratio(row, cell[OURS], time) for time in (CALL, EVENT_HOT, EVENT_COLD)]
+                rows.append([f"`{operator}`", contender, *times, " / ".join(over)])
+    header = ["256 × 4096, bf16", "contender", "call", "graph hot", "graph cold", "event hot", "event cold"]
+    return markdown([*header, "call / event hot / event cold over ours"], rows, right=2)
+
+
+def _ratio(row: OpRow, ours: OpRow, time: str) -> str:
+    value = ratio(row, ours, time)
+    return "–" if value is None else f"{value:.2f}"
+
+
+def version_table() -> str:
+    """The kernel's history: cold GPU time of each version at each shape."""
+    measured = report("fused_add_rms_norm_", RESULTS / "versions")
+    cells = by_shape(measured.rows)
+    names = [name for name in next(iter(cells.values())) if name != f"{OURS} again"]
+    titles = {
+        "version1": "1 scalar", "version2": "2 narrow packs, inputs read again", "version3": "3 shared memory",
+        "version4": "4 written residual read again", "version5": "5 registers", OURS: "the operator",
+    }  # fmt: skip
+    rows = [[titles[name], *(f"{_us(cell.get(name), HOT)} / {_us(cell.get(name), COLD)}" for cell in cells.values())]
+            for name in sorted(names, key=lambda name: titles[name])]  # fmt: skip
+    limits = ["*limit*", *(f"{next(iter(cell.values())).limit_us:.2f}" for cell in cells.values())]
+    header = ["hot / cold µs, bf16", *(shape.replace("x", " × ") for shape in cells)]
+    return markdown(header, [*rows, limits], right=1) + "\n" + origin(measured) + "\n"
+
+
+def counter_table() -> str:
+    data: dict[str, Any] = json.loads((RESULTS / "counters.json").read_text())
+    rows = []
+    for row in data["rows"]:
+        logical = (row["logical_read"] + row["logical_written"]) / 1e9
+        dram = [f"{row['dram_read'] / 1e9:.3f}", f"{row['dram_written'] / 1e9:.3f}"]
+        rows.append([row["case"], str(row["kernels"]), f"{logical:.3f}", *dram, f"{row['ratio']:.3f}"])
+    header = ["65,536 × 8192, bf16", "kernels", "logical GB", "DRAM read GB", "DRAM written GB", "DRAM / logical"]
+    return markdown(header, rows, right=1)
+
+
+def card_table() -> str:
+    card = Card.load(RESULTS / "card.json")
+    rows = [
+        ["copy, best", f"{card.copy_bandwidth / 1e12:.2f} TB/s"],
+        ["read, best", f"{card.read_bandwidth / 1e12:.2f} TB/s"],
+    ]
+    rows += [[f"matrix product {dtype}, 8192³", f"{rate / 1e12:.0f} TFLOP/s"] for dtype, rate in card.matmul.items()]
+    rows += [[f"host: {kind}", f"{time:.2f} µs"] for kind, time in card.call_us.items()]
+    rows += [[f"graph node: {kind}", f"{time:.2f} µs"] for kind, time in card.node_us.items()]
+    rows += [[f"a load that another waits for, {place}", f"{time:.0f} ns"] for place, time in card.latency_ns.items()]
+    where = card.environment
+    return markdown([card.name, "measured"], rows, right=1) + f"\nCommit {where['commit']}, {where['date']}.\n"
+
+
+TABLES = {
+    "norms": readme_table,
+    "norm-grid": grid_tables,
+    "norm-backward": backward_tables,
+    "norm-calls": call_table,
+    "norm-versions": version_table,
+    "norm-counters": counter_table,
+    "card": card_table,
+}
