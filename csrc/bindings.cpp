@@ -54,6 +54,7 @@ Norm checked(const Operand& x, const Operand& weight, double eps) {
   norm.weight = weight.data();
   norm.width = static_cast<int>(x.last_size());
   norm.rows = norm.width > 0 ? x.numel() / norm.width : 0;
+  norm.inverse_width = norm.width > 0 ? 1.0f / static_cast<float>(norm.width) : 0.0f;
   norm.eps = static_cast<float>(eps);
   return norm;
 }
@@ -162,6 +163,7 @@ extern "C" __attribute__((visibility("default"))) int rooflight_add_rms_norm_sha
   norm.dtype = norm.weight_dtype = static_cast<rooflight::Dtype>(dtype);
   norm.rows = rows;
   norm.width = width;
+  norm.inverse_width = 1.0f / static_cast<float>(width);
   norm.eps = eps;
   try {
     rooflight::launch_rms_norm(norm, {packs, rows_per_block, overlap != 0}, static_cast<cudaStream_t>(stream));

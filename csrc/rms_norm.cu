@@ -3,8 +3,8 @@
 //   sum = round(x + residual);  out = round(sum / sqrt(mean(sum^2) + eps) * weight)
 //
 // One block holds one row (several, where rows are narrow); a thread holds PACKS packs of it, neighbouring threads
-// neighbouring packs, so that every load is coalesced and 16 bytes wide where width and addresses allow. In small
-// batches the weights are asked for before the row is summed: behind the sum they would cost a whole memory latency.
+// neighbouring packs, so that every load is coalesced and 16 bytes wide where width and addresses allow. The weights
+// are asked for before the row is summed: behind the sum they would cost a launch of few rows a whole memory latency.
 // Rows too wide for the registers of a block are read a second time, from the sum that was just written.
 #include <algorithm>
 
@@ -50,21 +50,12 @@ __device__ __forceinline__ Pack<T, N> scaled(const Pack<T, N>& pack, float inver
   return from_floats<T>(values);
 }
 
-// Threads of a block, and of a multiprocessor in a crowd: what registers allow follows from what a thread holds.
-template <int PACKS>
-constexpr int kBlockThreads = PACKS <= 2 ? 512 : kMaxThreads;
-template <int PACKS>
-constexpr int kCrowdThreads = PACKS == 1 ? 2048 : (PACKS == 2 ? 1536 : 1024);
-
-// A small batch cannot fill the card and gets its weights early. A large one (CROWD) gets them late and so needs fewer
-// registers: more blocks share a multiprocessor, and they hide the latency. The sum is the same in both.
-template <typename T, typename W, int N, int PACKS, bool ADD, bool CROWD>
-__global__ void __launch_bounds__(kBlockThreads<PACKS>, (CROWD ? kCrowdThreads<PACKS> : 1024) / kBlockThreads<PACKS>)
-    rms_norm_in_registers(RmsNorm norm) {
+template <typename T, typename W, int N, int PACKS, bool ADD>
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm norm) {
   using Data = Pack<T, N>;
   using Weights = Pack<W, N>;
   // Weights of a thread that holds much of a row would not fit beside it; then the row hides their latency.
-  constexpr bool kWeightsFirst = !CROWD && PACKS * sizeof(Weights) <= 64;
+  constexpr bool kWeightsFirst = PACKS * sizeof(Weights) <= 64;
   __shared__ float scratch[kMaxWarps][1];
 
   const int row_packs = norm.width / N;
@@ -86,8 +77,8 @@ __global__ void __launch_bounds__(kBlockThreads<PACKS>, (CROWD ? kCrowdThreads<P
     for (int i = first; i < first + kAtOnce; ++i) {
       const int place = threadIdx.x + i * blockDim.x;
       if (there && place < row_packs) {
-        held[i] = load_once(x + place);
-        if constexpr (ADD) added[i - first] = load_once(row_of<Data>(norm.residual, row, sizeof(T)) + place);
+        held[i] = load(x + place);
+        if constexpr (ADD) added[i - first] = load(row_of<Data>(norm.residual, row, sizeof(T)) + place);
         if constexpr (kWeightsFirst) weights[i] = load_shared(weight + place);
       }
     }
@@ -104,7 +95,7 @@ __global__ void __launch_bounds__(kBlockThreads<PACKS>, (CROWD ? kCrowdThreads<P
     }
   }
   row_sum(sum, scratch);
-  const float inverse = rsqrtf(sum[0] / norm.width + norm.eps);
+  const float inverse = rsqrtf(sum[0] * norm.inverse_width + norm.eps);
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
     const int place = threadIdx.x + i * blockDim.x;
@@ -131,20 +122,20 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_read_twice(RmsNorm norm)
   float sum[1] = {0.0f};
 #pragma unroll 4
   for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
-    Data pack = load_once(x + place);
+    Data pack = load(x + place);
     if constexpr (ADD) {
-      pack = add_rounded(pack, load_once(row_of<Data>(norm.residual, row, sizeof(T)) + place));
+      pack = add_rounded(pack, load(row_of<Data>(norm.residual, row, sizeof(T)) + place));
       store(row_of<Data>(norm.sum, row, sizeof(T)) + place, pack);
     }
     sum[0] += squares(pack);
   }
   row_sum(sum, scratch);
-  const float inverse = rsqrtf(sum[0] / norm.width + norm.eps);
+  const float inverse = rsqrtf(sum[0] * norm.inverse_width + norm.eps);
   const Weights* weight = static_cast<const Weights*>(norm.weight);
 #pragma unroll 4
   for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
     store(row_of<Data>(norm.out, row, sizeof(T)) + place,
-          scaled(load_once(again + place), inverse, load_shared(weight + place)));
+          scaled(load(again + place), inverse, load_shared(weight + place)));
   }
 }
 
@@ -154,32 +145,25 @@ void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t strea
   int threads = 1;
   while (threads < 32 && threads < needed) threads *= 2;
   if (needed > 32) threads = (needed + 31) / 32 * 32;
-  // More rows than are at once on the card with half of its threads taken.
+  // Rows share blocks only where there are more than are at once on the card with half of its threads taken.
   const bool crowd = norm.rows * threads > static_cast<int64_t>(card().multiprocessors) * 1024;
-  int rows_per_block = crowd ? std::clamp(shape.rows_per_block, 1, kBlockThreads<PACKS> / threads) : 1;
+  int rows_per_block = crowd ? std::clamp(shape.rows_per_block, 1, kMaxThreads / threads) : 1;
   if (threads < 32) rows_per_block = std::max(rows_per_block, 32 / threads);  // a block is whole warps
-  const dim3 grid(static_cast<unsigned>((norm.rows + rows_per_block - 1) / rows_per_block));
-  const dim3 block(threads, rows_per_block);
-  const auto kernel =
-      crowd ? rms_norm_in_registers<T, W, N, PACKS, ADD, true> : rms_norm_in_registers<T, W, N, PACKS, ADD, false>;
-  launch(kernel, grid, block, stream, shape.overlap, 0, norm);
+  const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
+  launch(rms_norm_in_registers<T, W, N, PACKS, ADD>, dim3(static_cast<unsigned>(blocks)), dim3(threads, rows_per_block),
+         stream, shape.overlap, 0, norm);
 }
 
 template <typename T, typename W, int N, bool ADD>
 void launch_shaped(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
   const int row_packs = norm.width / N;
+  const auto takes = [&](int packs) { return shape.packs <= packs && row_packs <= packs * kMaxThreads; };
   if constexpr (N == kFullPack<T>) {
-    if (shape.packs == 1 && row_packs <= kBlockThreads<1>) {
-      return launch_in_registers<T, W, N, 1, ADD>(norm, shape, stream);
-    }
-    if (shape.packs > 0 && shape.packs <= 2 && row_packs <= 2 * kBlockThreads<2>) {
-      return launch_in_registers<T, W, N, 2, ADD>(norm, shape, stream);
-    }
-    if (shape.packs > 0 && shape.packs <= 4 && row_packs <= 4 * kBlockThreads<4>) {
-      return launch_in_registers<T, W, N, 4, ADD>(norm, shape, stream);
-    }
+    if (takes(1)) return launch_in_registers<T, W, N, 1, ADD>(norm, shape, stream);
+    if (takes(2)) return launch_in_registers<T, W, N, 2, ADD>(norm, shape, stream);
+    if (takes(4)) return launch_in_registers<T, W, N, 4, ADD>(norm, shape, stream);
   }
-  if (row_packs <= 8 * kBlockThreads<8>) return launch_in_registers<T, W, N, 8, ADD>(norm, shape, stream);
+  if (takes(8)) return launch_in_registers<T, W, N, 8, ADD>(norm, shape, stream);
   launch(rms_norm_read_twice<T, W, N, ADD>, dim3(static_cast<unsigned>(norm.rows)), dim3(kMaxThreads), stream,
          shape.overlap, 0, norm);
 }

@@ -26,7 +26,7 @@ struct RmsNorm {
   Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
   int64_t rows = 0;
   int width = 0;
-  float eps = 0.0f;
+  float inverse_width = 0.0f, eps = 0.0f;  // a division in the kernel would stand on the critical path
 };
 
 // grad_x and grad_weight of rms_norm. With grad_residual, that is added to grad_x before it is rounded.
@@ -39,7 +39,7 @@ struct RmsNormBackward {
   Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
   int64_t rows = 0;
   int width = 0;
-  float eps = 0.0f;
+  float inverse_width = 0.0f, eps = 0.0f;  // a division in the kernel would stand on the critical path
 };
 
 // How a row is spread over threads. The order of its sum follows from packs and width alone.

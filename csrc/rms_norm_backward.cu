@@ -8,7 +8,6 @@
 // same bits in every run on the same kind of card; no atomics.
 #include <algorithm>
 
-#include "common/bulk.cuh"
 #include "common/launch.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
@@ -24,250 +23,160 @@ constexpr int kMaxWarps = kWideThreads / 32;
 // Threads of a block that holds rows in registers, and how many such blocks share a multiprocessor: with more, a
 // thread's registers would not hold its part of a row, of the weights and of their gradient.
 template <int PACKS>
-constexpr int kBlockThreads = PACKS <= 2 ? 256 : 512;
+constexpr int kBlockThreads = PACKS == 1 ? 256 : 512;
 template <int PACKS>
-constexpr int kBlocks = PACKS <= 2 ? 3 : 1;
+constexpr int kBlocks = PACKS == 1 ? 3 : 1;
 
-// One thread's part of a row.
-template <typename T, int N, int PACKS, bool ADD>
+// One thread's part of a row, as it was read.
+template <typename T, int N, int PACKS>
 struct RowPart {
-  Pack<T, N> x[PACKS], grad[PACKS], residual[ADD ? PACKS : 1];
+  Pack<T, N> x[PACKS], grad[PACKS];
 
-  __device__ __forceinline__ void load(const RmsNormBackward& norm, int64_t row, int row_packs) {
-    using Data = Pack<T, N>;
+  __device__ __forceinline__ void ask(const RmsNormBackward& norm, int64_t row, int row_packs) {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int place = threadIdx.x + i * blockDim.x;
       if (place < row_packs) {
-        x[i] = load_once(row_of<Data>(norm.x, row, sizeof(T)) + place);
-        grad[i] = load_once(row_of<Data>(norm.grad_out, row, sizeof(T)) + place);
-        if constexpr (ADD) residual[i] = load_once(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
-      }
-    }
-  }
-
-  // From shared memory: x, the gradient and the residual's gradient one after the other.
-  __device__ __forceinline__ void read(const Pack<T, N>* stage, int row_packs) {
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if (place < row_packs) {
-        x[i] = stage[place];
-        grad[i] = stage[place + row_packs];
-        if constexpr (ADD) residual[i] = stage[place + 2 * row_packs];
+        x[i] = load(row_of<Pack<T, N>>(norm.x, row, sizeof(T)) + place);
+        grad[i] = load(row_of<Pack<T, N>>(norm.grad_out, row, sizeof(T)) + place);
       }
     }
   }
 };
 
-// Adds x^2 and x * grad * weight of one pack to sums. Fused operations are written out, here and below, so that every
-// kernel rounds alike: a row has the same bits whichever of them its batch takes.
-template <typename T, typename W, int N>
-__device__ __forceinline__ void add_to_sums(float (&sums)[2], const Pack<T, N>& x, const Pack<T, N>& grad,
-                                            const Pack<W, N>& weight) {
-  float values[N], gradients[N], factors[N];
-  to_floats(x, values);
-  to_floats(grad, gradients);
-  to_floats(weight, factors);
+// The products of one pack that both the sums and the gradients need. Fused operations are written out, here and below,
+// so that every kernel rounds alike: a row has the same bits whichever of them its batch takes.
+template <int N>
+struct Terms {
+  float x[N], by_x[N], by_weight[N];  // x, grad * x, grad * weight
+
+  template <typename T, typename W>
+  __device__ __forceinline__ void set(const Pack<T, N>& values, const Pack<T, N>& grad, const Pack<W, N>& weight) {
+    float gradients[N], factors[N];
+    to_floats(values, x);
+    to_floats(grad, gradients);
+    to_floats(weight, factors);
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
-    sums[0] = fmaf(values[j], values[j], sums[0]);
-    sums[1] = fmaf(__fmul_rn(values[j], gradients[j]), factors[j], sums[1]);
+    for (int j = 0; j < N; ++j) {
+      by_x[j] = __fmul_rn(gradients[j], x[j]);
+      by_weight[j] = __fmul_rn(gradients[j], factors[j]);
+    }
   }
-}
+
+  // Adds x^2 and x * grad * weight.
+  __device__ __forceinline__ void add_to(float (&sums)[2]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      sums[0] = fmaf(x[j], x[j], sums[0]);
+      sums[1] = fmaf(x[j], by_weight[j], sums[1]);
+    }
+  }
+};
 
 struct RowScale {
   float inverse;     // r
-  float correction;  // r^2 mean(g n) / r, the factor of x in grad_x
+  float correction;  // r^2 mean(g n), the factor of x in grad_x
 };
 
-__device__ __forceinline__ RowScale scale_of(const float (&sums)[2], int width, float eps) {
-  const float inverse = __frsqrt_rn(sums[0] / width + eps);  // rsqrtf is off by up to two units: too much for FP32
-  return {inverse, inverse * inverse * inverse * (sums[1] / width)};
+__device__ __forceinline__ RowScale scale_of(const float (&sums)[2], float inverse_width, float eps) {
+  const float inverse =
+      __frsqrt_rn(fmaf(sums[0], inverse_width, eps));  // rsqrtf is off by up to two units: too much for FP32
+  return {inverse, inverse * inverse * inverse * (sums[1] * inverse_width)};
 }
 
 // grad_x of one pack; the share of the weight gradient is added to `share`.
-template <typename T, typename W, int N, bool ADD>
-__device__ __forceinline__ Pack<T, N> gradient(const Pack<T, N>& x, const Pack<T, N>& grad, const Pack<W, N>& weight,
-                                               const Pack<T, N>& residual, RowScale scale, float (&share)[N]) {
-  float values[N], gradients[N], factors[N], more[N];
-  to_floats(x, values);
-  to_floats(grad, gradients);
-  to_floats(weight, factors);
+template <typename T, int N, bool ADD>
+__device__ __forceinline__ Pack<T, N> gradient(const Terms<N>& terms, const Pack<T, N>& residual, RowScale scale,
+                                               float (&share)[N]) {
+  float values[N], more[N];
   if constexpr (ADD) to_floats(residual, more);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    share[j] = fmaf(__fmul_rn(values[j], gradients[j]), scale.inverse, share[j]);
-    const float away = __fmul_rn(values[j], -scale.correction);
-    const float result = fmaf(__fmul_rn(gradients[j], factors[j]), scale.inverse, away);
-    values[j] = ADD ? __fadd_rn(result, more[j]) : result;
+    share[j] = fmaf(terms.by_x[j], scale.inverse, share[j]);
+    values[j] = fmaf(terms.by_weight[j], scale.inverse, __fmul_rn(terms.x[j], -scale.correction));
+    if constexpr (ADD) values[j] = __fadd_rn(values[j], more[j]);
   }
   return from_floats<T>(values);
 }
 
-// What a block keeps over all its rows: the weights, where they fit, and its share of their gradient.
+constexpr int kShareVector = 4;  // floats a store: four bytes at a time, each sector of L2 would be written eight times
+
 template <typename T, typename W, int N, int PACKS, bool ADD>
-struct BlockShare {
+__global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward_in_registers(RmsNormBackward norm) {
+  using Data = Pack<T, N>;
   using Weights = Pack<W, N>;
-  static constexpr bool kHeld = PACKS * sizeof(Weights) <= 32;  // else asked for again with each row, from L1
-  Weights held[kHeld ? PACKS : 1];
-  float share[PACKS][N];
+  // Of what would be wanted in registers, as much as fits: the next row, the products of this one, the weights.
+  constexpr bool kAskAhead = PACKS <= 2, kKeepTerms = PACKS <= 2,
+                 kHoldWeights = PACKS * sizeof(Weights) <= (ADD ? 16 : 32);
+  __shared__ float scratch[2][kMaxWarps][2];  // two, so that one barrier a row is enough
+  const int row_packs = norm.width / N;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
 
-  static __device__ __forceinline__ Weights ask(const RmsNormBackward& norm, int place) {
-    return load_shared(static_cast<const Weights*>(norm.weight) + place);
-  }
-
-  __device__ __forceinline__ Weights weights(const RmsNormBackward& norm, int i, int place) const {
-    if constexpr (kHeld) return held[i];
-    return ask(norm, place);
-  }
-
-  __device__ __forceinline__ void start(const RmsNormBackward& norm, int row_packs) {
+  Weights held[kHoldWeights ? PACKS : 1] = {};
+  alignas(16) float share[PACKS][N] = {};
+  const auto ask_weights = [&](int place) { return load_shared(static_cast<const Weights*>(norm.weight) + place); };
+  const auto weights = [&](int i, int place) {
+    if constexpr (kHoldWeights) return held[i];
+    return ask_weights(place);
+  };
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if constexpr (kHeld) {
-        if (place < row_packs) held[i] = ask(norm, place);
-      }
-#pragma unroll
-      for (int j = 0; j < N; ++j) share[i][j] = 0.0f;
-    }
+  for (int i = 0; i < PACKS; ++i) {
+    const int place = threadIdx.x + i * blockDim.x;
+    if (kHoldWeights && place < row_packs) held[i] = ask_weights(place);
   }
-
-  __device__ __forceinline__ RowScale sum(const RmsNormBackward& norm, const RowPart<T, N, PACKS, ADD>& part,
-                                          int row_packs, float (*scratch)[2]) const {
+  RowPart<T, N, PACKS> part, ahead;
+  part.ask(norm, blockIdx.x, row_packs);
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < norm.rows; row += gridDim.x, turn ^= 1) {
+    const int64_t next = row + gridDim.x;
+    if (kAskAhead && next < norm.rows) ahead.ask(norm, next, row_packs);
+    Data residual[ADD ? PACKS : 1];
+    Terms<N> kept[kKeepTerms ? PACKS : 1];
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int place = threadIdx.x + i * blockDim.x;
-      if (place < row_packs) add_to_sums(sums, part.x[i], part.grad[i], weights(norm, i, place));
+      if (place < row_packs) {
+        if constexpr (ADD) residual[i] = load(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
+        Terms<N>& terms = kept[kKeepTerms ? i : 0];
+        terms.set(part.x[i], part.grad[i], weights(i, place));
+        terms.add_to(sums);
+      }
     }
-    row_sum(sums, scratch);
-    return scale_of(sums, norm.width, norm.eps);
-  }
-
-  __device__ __forceinline__ void finish_row(const RmsNormBackward& norm, int64_t row,
-                                             const RowPart<T, N, PACKS, ADD>& part, RowScale scale, int row_packs) {
+    row_sum(sums, scratch[turn]);
+    const RowScale scale = scale_of(sums, norm.inverse_width, norm.eps);
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int place = threadIdx.x + i * blockDim.x;
       if (place < row_packs) {
-        store(row_of<Pack<T, N>>(norm.grad_x, row, sizeof(T)) + place,
-              gradient<T, W, N, ADD>(part.x[i], part.grad[i], weights(norm, i, place), part.residual[ADD ? i : 0],
-                                     scale, share[i]));
+        Terms<N>& terms = kept[kKeepTerms ? i : 0];
+        if (!kKeepTerms) terms.set(part.x[i], part.grad[i], weights(i, place));
+        store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place,
+              gradient<T, N, ADD>(terms, residual[ADD ? i : 0], scale, share[i]));
       }
     }
-  }
-
-  // To the block's row of partial, or, where there is one block, to where it belongs.
-  __device__ __forceinline__ void write(const RmsNormBackward& norm, int row_packs) const {
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if (place >= row_packs) continue;
-      float* to = norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width + place * N;
-      W* alone = static_cast<W*>(norm.grad_weight) + place * N;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (norm.partial_rows == 1) {
-          alone[j] = static_cast<W>(share[i][j]);
-        } else {
-          to[j] = share[i][j];
-        }
-      }
-    }
-  }
-};
-
-constexpr int kMostStages = 8;  // rows in flight in each block
-
-template <typename T, typename W, int N, int PACKS, bool ADD>
-__global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>)
-    backward_streamed(RmsNormBackward norm, int stages) {
-#if __CUDA_ARCH__ >= 900
-  using Data = Pack<T, N>;
-  constexpr int kTensors = ADD ? 3 : 2;
-  extern __shared__ __align__(128) unsigned char ring_bytes[];
-  __shared__ uint64_t arrived[kMostStages];
-  __shared__ float scratch[2][kMaxWarps][2];  // two, so that one barrier a row is enough
-  Data* ring = reinterpret_cast<Data*>(ring_bytes);
-  const int row_packs = norm.width / N;
-
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < stages; ++stage) init_barrier(&arrived[stage]);
-  }
-  __syncthreads();
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-
-  const auto ask_for = [&](int64_t row, int stage) {
-    const unsigned bytes = row_packs * sizeof(Data);
-    Data* to = ring + static_cast<int64_t>(stage) * kTensors * row_packs;
-    expect_bytes(&arrived[stage], kTensors * bytes);
-    copy_bulk(to, row_of<Data>(norm.x, row, sizeof(T)), bytes, &arrived[stage]);
-    copy_bulk(to + row_packs, row_of<Data>(norm.grad_out, row, sizeof(T)), bytes, &arrived[stage]);
-    if constexpr (ADD) {
-      copy_bulk(to + 2 * row_packs, row_of<Data>(norm.grad_residual, row, sizeof(T)), bytes, &arrived[stage]);
-    }
-  };
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < stages; ++stage) {
-      const int64_t row = blockIdx.x + static_cast<int64_t>(stage) * gridDim.x;
-      if (row < norm.rows) ask_for(row, stage);
-    }
-  }
-  BlockShare<T, W, N, PACKS, ADD> block;
-  block.start(norm, row_packs);
-  int stage = 0, turn = 0;
-  unsigned parity = 0;
-  for (int64_t row = blockIdx.x; row < norm.rows; row += gridDim.x) {
-    wait_for_bytes(&arrived[stage], parity);
-    RowPart<T, N, PACKS, ADD> part;
-    part.read(ring + static_cast<int64_t>(stage) * kTensors * row_packs, row_packs);
-    const RowScale scale = block.sum(norm, part, row_packs, scratch[turn]);
-    if (blockDim.x <= 32) __syncwarp();
-    // The sum had a barrier in it: every thread has read its part, so the place is free for a later row.
-    const int64_t later = row + static_cast<int64_t>(stages) * gridDim.x;
-    if (threadIdx.x == 0 && later < norm.rows) ask_for(later, stage);
-    block.finish_row(norm, row, part, scale, row_packs);
-    turn ^= 1;
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  block.write(norm, row_packs);
-#endif
-}
-
-template <typename T, typename W, int N, int PACKS, bool ADD>
-__global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward_in_registers(RmsNormBackward norm) {
-  constexpr bool kAskAhead = PACKS * N * sizeof(T) <= 16;  // a second row beside the first, where registers allow
-  __shared__ float scratch[2][kMaxWarps][2];
-  const int row_packs = norm.width / N;
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-
-  BlockShare<T, W, N, PACKS, ADD> block;
-  block.start(norm, row_packs);
-  RowPart<T, N, PACKS, ADD> part, ahead;
-  int64_t row = blockIdx.x;
-  part.load(norm, row, row_packs);
-  for (int turn = 0; row < norm.rows; turn ^= 1) {
-    const int64_t next = row + gridDim.x;
-    if constexpr (kAskAhead) {
-      if (next < norm.rows) ahead.load(norm, next, row_packs);
-    }
-    const RowScale scale = block.sum(norm, part, row_packs, scratch[turn]);
-    block.finish_row(norm, row, part, scale, row_packs);
-    row = next;
     if constexpr (kAskAhead) {
       part = ahead;
-    } else if (row < norm.rows) {
-      part.load(norm, row, row_packs);
+    } else if (next < norm.rows) {
+      part.ask(norm, next, row_packs);
     }
   }
-  block.write(norm, row_packs);
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int place = threadIdx.x + i * blockDim.x;
+    if (place >= row_packs) continue;
+    if (norm.partial_rows == 1) {  // the only block: this is the whole sum
+      store(static_cast<Weights*>(norm.grad_weight) + place, from_floats<W>(share[i]));
+      continue;
+    }
+    constexpr int kWide = N < kShareVector ? N : kShareVector;
+    using Part = Pack<float, kWide>;
+    Part* to =
+        reinterpret_cast<Part*>(norm.partial + static_cast<int64_t>(blockIdx.x) * norm.width) + place * (N / kWide);
+#pragma unroll
+    for (int j = 0; j < N; j += kWide) store(to + j / kWide, *reinterpret_cast<const Part*>(&share[i][j]));
+  }
 }
 
 // Rows too wide for registers: x and the gradient are read twice, the share of the weight gradient lives in memory.
@@ -290,26 +199,28 @@ __global__ void __launch_bounds__(kWideThreads) backward_read_twice(RmsNormBackw
     const Data* grad = row_of<Data>(norm.grad_out, row, sizeof(T));
     float sums[2] = {0.0f, 0.0f};
     for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
-      add_to_sums(sums, load_once(x + place), load_once(grad + place), load_shared(weight + place));
+      Terms<N> terms;
+      terms.set(load(x + place), load(grad + place), load_shared(weight + place));
+      terms.add_to(sums);
     }
     row_sum(sums, scratch[turn]);
-    const RowScale scale = scale_of(sums, norm.width, norm.eps);
+    const RowScale scale = scale_of(sums, norm.inverse_width, norm.eps);
     for (int place = threadIdx.x; place < row_packs; place += blockDim.x) {
       float share[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) share[j] = partial[place * N + j];
+      Terms<N> terms;
+      terms.set(load(x + place), load(grad + place), load_shared(weight + place));
       Data residual;
-      if constexpr (ADD) residual = load_once(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
-      store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place,
-            gradient<T, W, N, ADD>(load_once(x + place), load_once(grad + place), load_shared(weight + place), residual,
-                                   scale, share));
+      if constexpr (ADD) residual = load(row_of<Data>(norm.grad_residual, row, sizeof(T)) + place);
+      store(row_of<Data>(norm.grad_x, row, sizeof(T)) + place, gradient<T, N, ADD>(terms, residual, scale, share));
 #pragma unroll
       for (int j = 0; j < N; ++j) partial[place * N + j] = share[j];
     }
   }
 }
 
-constexpr int kColumns = 8, kLanes = 128;  // of a block that adds shares: 32 bytes, a whole sector, of each row
+constexpr int kColumns = 8, kLanes = 32;  // of a block that adds shares: 32 bytes, a whole sector, of each row
 
 // grad_weight[column] = sum of partial[:, column]: each lane every kLanes-th row, then the lanes, in a fixed order.
 template <typename W>
@@ -321,7 +232,7 @@ __global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward n
   let_next_kernel_start();
   float sum = 0.0f;
   if (column < norm.width) {
-#pragma unroll 4
+#pragma unroll 8
     for (int row = lane; row < norm.partial_rows; row += kLanes) {
       sum += norm.partial[static_cast<int64_t>(row) * norm.width + column];
     }
@@ -329,11 +240,8 @@ __global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward n
   sums[within][lane] = sum;
   __syncthreads();
   const int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  if (warp < kColumns && blockIdx.x * kColumns + warp < norm.width) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = thread; i < kLanes; i += 32) total += sums[warp][i];
-    total = warp_sum(total);
+  if (blockIdx.x * kColumns + warp < norm.width) {  // each warp one column
+    const float total = warp_sum(sums[warp][thread]);
     if (thread == 0) static_cast<W*>(norm.grad_weight)[blockIdx.x * kColumns + warp] = static_cast<W>(total);
   }
 }
@@ -359,42 +267,26 @@ BlockPlan plan_block(int row_packs) {
   return {0, kWideThreads, 1};
 }
 
-template <typename T, typename W, int N, int PACKS, bool ADD>
-void launch_in_block(const RmsNormBackward& norm, BlockPlan plan, cudaStream_t stream) {
-  const dim3 grid(norm.partial_rows), block(plan.threads);
-  if constexpr (N == kFullPack<T>) {
-    constexpr int kForRings = 200 * 1024;  // bytes of shared memory of a multiprocessor, of 227 KiB
-    const int stage_bytes = (ADD ? 3 : 2) * norm.width * static_cast<int>(sizeof(T));
-    const int stages = std::min(kForRings / plan.blocks / stage_bytes, kMostStages);
-    // A ring pays once it turns; with fewer rows it only puts a copy between memory and registers.
-    if (card().major >= 9 && stages >= 2 && norm.rows >= 4 * norm.partial_rows) {
-      const auto kernel = backward_streamed<T, W, N, PACKS, ADD>;
-      launch(kernel, grid, block, stream, kOverlap, stages * stage_bytes, norm, stages);
-      return;
-    }
-  }
-  launch(backward_in_registers<T, W, N, PACKS, ADD>, grid, block, stream, kOverlap, 0, norm);
-}
-
 template <typename T, typename W, int N, bool ADD>
 void launch_shaped(const RmsNormBackward& norm, cudaStream_t stream) {
   const BlockPlan plan = plan_block(norm.width / N);
+  const dim3 grid(norm.partial_rows), block(plan.threads);
   switch (plan.packs) {
     case 1:
-      launch_in_block<T, W, N, 1, ADD>(norm, plan, stream);
+      launch(backward_in_registers<T, W, N, 1, ADD>, grid, block, stream, kOverlap, 0, norm);
       break;
     case 2:
-      launch_in_block<T, W, N, 2, ADD>(norm, plan, stream);
+      launch(backward_in_registers<T, W, N, 2, ADD>, grid, block, stream, kOverlap, 0, norm);
       break;
     case 4:
-      launch_in_block<T, W, N, 4, ADD>(norm, plan, stream);
+      launch(backward_in_registers<T, W, N, 4, ADD>, grid, block, stream, kOverlap, 0, norm);
       break;
     default:
-      launch(backward_read_twice<T, W, N, ADD>, dim3(norm.partial_rows), dim3(kWideThreads), stream, kOverlap, 0, norm);
+      launch(backward_read_twice<T, W, N, ADD>, grid, block, stream, kOverlap, 0, norm);
   }
   if (plan.packs > 0 && norm.partial_rows == 1) return;  // the one block wrote the weight gradient itself
-  const dim3 grid((norm.width + kColumns - 1) / kColumns);
-  launch(add_shares<W>, grid, dim3(kColumns * kLanes), stream, kOverlap, 0, norm);
+  launch(add_shares<W>, dim3((norm.width + kColumns - 1) / kColumns), dim3(kColumns * kLanes), stream, kOverlap, 0,
+         norm);
 }
 
 template <typename T, typename W, int N>

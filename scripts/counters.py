@@ -2,8 +2,8 @@
 
 Logical bytes say what an implementation has to move; whether it moves more is for the memory controller to say. This
 runs Nsight Compute (ncu) over one call of each case, on tensors much larger than L2, and exits 1 if a case moves more
-than 3 % more or less than its logical bytes. The case "split" is PyTorch's addition followed by its norm: five tensors
-where the fused operator moves four.
+than 3 % more or less than its logical bytes. Addition and then norm move five tensors where the fused operator moves
+four. (PyTorch's own norm is shown and not judged: it reads a row of this width twice.)
 """
 
 from __future__ import annotations
@@ -52,13 +52,17 @@ def cases() -> dict[str, tuple[Callable[[], object], int, int]]:
 
     x, residual, weight = new(), new(), torch.randn(WIDTH, device="cuda", dtype=torch.bfloat16)
 
-    def split() -> None:
+    def split(backend: str | None) -> None:
         total = x + residual
-        torch.nn.functional.rms_norm(total, (WIDTH,), weight)
+        if backend is None:
+            torch.nn.functional.rms_norm(total, (WIDTH,), weight)
+        else:
+            ops.rms_norm(total, weight, backend=backend)
 
     found: dict[str, tuple[Callable[[], object], int, int]] = {
-        "copy": (lambda: x.clone(), 1, 1),
-        "split: add, then rms_norm": (split, 3, 2),
+        "negation": (lambda: torch.neg(x), 1, 1),
+        "add, then PyTorch's rms_norm": (lambda: split(None), 3, 2),
+        "add, then rms_norm.triton": (lambda: split("triton"), 3, 2),
     }
     for provider in ("cuda", "triton"):
         if provider not in ops.REGISTRY["fused_add_rms_norm"].providers:
@@ -145,7 +149,7 @@ def main() -> int:
 
         data = {"environment": describe(0), "rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}
         Path(sys.argv[1]).write_text(json.dumps(data, indent=1) + "\n")
-    return int(any(abs(row.ratio - 1) > TOLERANCE for row in rows))
+    return int(any(abs(row.ratio - 1) > TOLERANCE for row in rows if "PyTorch" not in row.case))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ WIDTHS = (512, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536)  # bf16 elemen
 TOKENS = (1, 32, 256, 1024, 16384)
 MOST_BYTES = 1 << 30  # of one tensor
 MOST_THREADS = 1024
-ROUNDS = 5
+ROUNDS = 3
 SHAPE = ("packs", "rows_per_block", "overlap")
 TIE = 1.01  # within one percent the simpler shape wins
 

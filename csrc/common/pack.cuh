@@ -78,22 +78,18 @@ __device__ __forceinline__ Pack<T, N> from_floats(const float (&values)[N]) {
   return pack;
 }
 
-// Loads and stores of one pack. `load_once` keeps the data out of L1, where weights should stay: a row is used by no
-// other block. It is not the non-coherent load, because in-place kernels write where they have read. `load_shared` is,
-// for what every block reads and none writes.
+// Loads and stores of one pack. `load` is a plain one, because in-place kernels write where they have read, and because
+// a hint costs: with L1::no_allocate on rows, and plain stores, an H200 lost 5 % at large shapes (docs/lab).
+// `load_shared` is the non-coherent load, for what every block reads and none writes.
 template <typename P>
-__device__ __forceinline__ P load_once(const P* from) {
+__device__ __forceinline__ P load(const P* from) {
   P pack;
   if constexpr (sizeof(P) == 16) {
-    uint4 bits;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                 : "l"(from));
-    pack = *reinterpret_cast<P*>(&bits);
+    *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(from);
   } else if constexpr (sizeof(P) == 8) {
-    uint2 bits;
-    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(from));
-    pack = *reinterpret_cast<P*>(&bits);
+    *reinterpret_cast<uint2*>(&pack) = *reinterpret_cast<const uint2*>(from);
+  } else if constexpr (sizeof(P) == 4) {
+    *reinterpret_cast<unsigned*>(&pack) = *reinterpret_cast<const unsigned*>(from);
   } else {
     pack = *from;
   }

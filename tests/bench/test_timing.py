@@ -49,7 +49,7 @@ def test_a_cold_graph_makes_whole_turns() -> None:
 
 def test_the_numbers_of_launches_and_calls_have_bounds() -> None:
     assert [hot_launches(us) for us in (0.0, 2.0, 7.0, 1000.0)] == [1000, 300, 86, 20]
-    assert [calls_of(us) for us in (0.0, 2.0, 100.0, 1000.0)] == [100, 100, 50, 20]
+    assert [calls_of(us) for us in (0.0, 90.0, 200.0, 1000.0)] == [50, 50, 25, 20]
 
 
 def test_call_time_is_the_hosts_and_waits_for_nothing() -> None:

@@ -27,7 +27,7 @@ OFF = 2  # times that a graph may be shorter than it should be
 WARM_REPLAYS = 5
 FLUSHED_LAUNCHES = 20
 REPLAYS = 3
-CALL_BATCHES, CALLS, FEWEST_CALLS, CALL_WARM_UPS = 3, 100, 20, 10
+CALL_BATCHES, CALLS, FEWEST_CALLS, CALL_WARM_UPS = 3, 50, 20, 10
 CALL_GPU_US = 5000.0  # GPU work of one batch of calls: the launch queue must never be full
 EVENT_WARM_UPS, EVENT_SAMPLES, EVENT_ROUNDS = 50, 50, 5
 
@@ -65,7 +65,7 @@ def hot_launches(probe_us: float) -> int:
 
 
 def calls_of(hot_us: float) -> int:
-    """How many calls make a batch: about 100, fewer if the GPU needs long for each."""
+    """How many calls make a batch: about 50, fewer if the GPU needs long for each."""
     return int(max(FEWEST_CALLS, min(CALLS, CALL_GPU_US / max(hot_us, 1e-3))))
 
 

@@ -23,10 +23,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, backen
     """RMSNorm over the last dimension.
 
     x: (..., hidden_size), FP32, FP16, BF16 or FP64, any strides. weight: (hidden_size,), any float dtype (FP32
-    weights with half inputs are usual). Returns a new contiguous tensor of x's shape and dtype. Agrees with
-    `torch.nn.functional.rms_norm`. The same row gives the same bits at any batch size, except from the reference, whose
-    order of sums follows the number of rows on a GPU, and on a CPU in rows of 32768 elements or more. Differentiable in
-    x and weight. Raises ValueError for wrong shapes, dtypes or devices.
+    weights with half inputs are usual). GPU kernels copy nothing and take no FP64: the last dimension must be
+    contiguous and the others must fold into rows; the compiled one takes weights of x's dtype or FP32. Returns a new
+    contiguous tensor of x's shape and dtype. Agrees with `torch.nn.functional.rms_norm`. The same row gives the same
+    bits at any batch size, except from the reference, whose order of sums follows the number of rows on a GPU, and on a
+    CPU in rows of 32768 elements or more. Differentiable in x and weight. Raises ValueError for wrong shapes, dtypes or
+    devices.
     """
     return RMS_NORM.overload(x, backend)(x, weight, eps)  # type: ignore[no-any-return]
 
