@@ -42,6 +42,7 @@ def test_choices_apply_where_the_card_and_the_provider_are_there(monkeypatch: py
     operator = REGISTRY["rms_norm"]
     monkeypatch.setattr(operator, "active", dict(operator.active))
     monkeypatch.setattr(operator, "reason", dict(operator.reason))
+    monkeypatch.setattr(operator, "_defaults", list(operator._defaults))
     monkeypatch.setattr(choices, "driver", lambda: Driver((13, 0), (("NVIDIA H200", (9, 0)),)))
     there = {"provider": "ref", "reason": "measured on this card: for this test"}
     absent = {"provider": "not there", "reason": "measured on this card: nor this"}

@@ -86,6 +86,8 @@ class Operator:
     providers: dict[str, torch._ops.OpOverload] = field(default_factory=dict, init=False)
     active: dict[str, str] = field(default_factory=dict, init=False)  # device type -> provider
     reason: dict[str, str] = field(default_factory=dict, init=False)  # device type -> why that one
+    # `active` as a call looks it up, where Python's time shows: on anything but a GPU, on a GPU.
+    _defaults: list[str] = field(default_factory=lambda: ["ref", "ref"], init=False)
 
     @property
     def mutates(self) -> bool:
@@ -147,17 +149,17 @@ class Operator:
             raise ValueError(f"{self.name} has no provider {provider!r}; it has {', '.join(self.providers)}")
         self.active[device_type] = provider
         self.reason[device_type] = reason
+        self._defaults[:] = [self.active.get(device, "ref") for device in ("cpu", "cuda")]
 
     def overload(self, tensor: torch.Tensor, backend: str | None) -> torch._ops.OpOverload:
         """The overload that a call on `tensor`'s device uses: argument, then context, then table."""
         provider = backend or _forced["backend"]
         if provider is None:
-            provider = self.active.get(tensor.device.type, "ref")
+            provider = self._defaults[tensor.is_cuda]
         elif provider not in self.providers:
             if backend is None:  # a context asks for what is there and leaves the rest alone
-                provider = self.active.get(tensor.device.type, "ref")
-            else:
-                raise ValueError(f"{self.name}: backend must be one of {list(self.providers)}, was {backend!r}")
+                return self.providers[self._defaults[tensor.is_cuda]]
+            raise ValueError(f"{self.name}: backend must be one of {list(self.providers)}, was {backend!r}")
         return self.providers[provider]
 
 
