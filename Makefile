@@ -13,7 +13,6 @@ WORKERS ?= 2
 NVCC ?= nvcc
 # Of the compiled kernels; for a release: ARCHITECTURES="80;86;89;90a;100;120"
 ARCHITECTURES ?= 90a-real
-LIBRARY := src/rooflight/kernels/lib/librooflight.so
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -59,29 +58,29 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files '*.cu' '*.cuh' '*.cpp' | xargs -r $(BIN)/clang-format --dry-run -Werror
+	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files '*.cu' '*.cuh' '*.cpp' | xargs -r $(BIN)/clang-format -i
+	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(BIN)/clang-format -i
 
 bench: model $(VENV)/.test
 	$(BIN)/rooflight bench request --peer transformers --dtype fp32 --dtype bf16
 
 # CUDA C++ for the GPU, built here without one. Without nvcc it says so and succeeds: Triton serves then.
 kernels: $(VENV)/.rooflight
-	@if command -v "$(NVCC)" >/dev/null; then $(MAKE) --no-print-directory $(LIBRARY); \
+	@if command -v "$(NVCC)" >/dev/null; then $(MAKE) --no-print-directory .kernels; \
 	else echo "No compiled kernels: no $(NVCC) here; Triton and the PyTorch references serve."; fi
 
-$(LIBRARY): $(shell git ls-files csrc 2>/dev/null) csrc/CMakeLists.txt
-	@command -v cmake ninja >/dev/null || $(PIP) cmake ninja
-	@echo "Building the compiled kernels (a minute or two) ..."
-	@PATH="$$PATH:$(abspath $(BIN))" cmake -S csrc -B build/kernels -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
-	    -DCMAKE_CUDA_COMPILER="$(NVCC)" -DROOFLIGHT_ARCHITECTURES="$(ARCHITECTURES)" >/dev/null
-	@PATH="$$PATH:$(abspath $(BIN))" cmake --build build/kernels -j $(WORKERS)
-	@PATH="$$PATH:$(abspath $(BIN))" cmake --install build/kernels --prefix src >/dev/null
-	@touch $@
+.PHONY: .kernels
+.kernels: export PATH := $(PATH):$(abspath $(BIN))
+.kernels: # ninja knows what is out of date
+	@{ command -v cmake && command -v ninja; } >/dev/null || $(PIP) cmake ninja
+	@cmake -S csrc -B build/kernels -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
+	    -DCMAKE_CUDA_COMPILER="$(NVCC)" -DROOFLIGHT_ARCHITECTURES="$(ARCHITECTURES)" | { grep "^rooflight:" || true; }
+	@cmake --build build/kernels -j $(WORKERS)
+	@cmake --install build/kernels --prefix src >/dev/null
 
 clean:
 	rm -rf src/rooflight/*/lib $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

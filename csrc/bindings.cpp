@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdio>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -49,7 +50,11 @@ Norm checked(const Operand& x, const Operand& weight, double eps) {
   Norm norm;
   norm.dtype = x.check_values();
   norm.weight_dtype = weight.check_weight(x);
-  if (!(eps >= 0)) fail("eps", "be zero or more", std::to_string(eps));
+  if (!(eps >= 0)) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g", eps);
+    fail("eps", "be zero or more", text);
+  }
   norm.x = x.as_rows();
   norm.weight = weight.data();
   norm.width = static_cast<int>(x.last_size());

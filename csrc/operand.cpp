@@ -84,7 +84,8 @@ std::string Operand::shape_name() const {
 Dtype Operand::check_values() const {
   if (device_type_ != static_cast<int32_t>(DeviceType::CUDA)) fail(name_, "be on a CUDA device", device_name());
   if (dim_ < 1) fail(name_, "have at least one dimension", "a scalar");
-  if (last_size() > INT32_MAX) fail(name_, "have rows of fewer than 2^31 elements", shape_name());
+  // Kernels count the elements of a row in 32 bits, and step by a block beyond its end.
+  if (last_size() > INT32_MAX - 1024) fail(name_, "have rows of 2^31 - 1025 elements at most", shape_name());
   switch (dtype_) {
     case ScalarType::Float:
       return Dtype::kFloat32;

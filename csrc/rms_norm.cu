@@ -148,7 +148,7 @@ void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t strea
   // Rows share blocks only where there are more than are at once on the card with half of its threads taken.
   const bool crowd = norm.rows * threads > static_cast<int64_t>(card().multiprocessors) * 1024;
   int rows_per_block = crowd ? std::clamp(shape.rows_per_block, 1, kMaxThreads / threads) : 1;
-  if (threads < 32) rows_per_block = std::max(rows_per_block, 32 / threads);  // a block is whole warps
+  if (threads < 32) rows_per_block = (rows_per_block * threads + 31) / 32 * 32 / threads;  // a block is whole warps
   const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
   launch(rms_norm_in_registers<T, W, N, PACKS, ADD>, dim3(static_cast<unsigned>(blocks)), dim3(threads, rows_per_block),
          stream, shape.overlap, 0, norm);
@@ -176,8 +176,7 @@ void launch_packed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
 
 template <typename T, typename W>
 void launch_typed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
-  const int elements =
-      pack_elements<T, W>(norm.rows, norm.width, norm.weight, {norm.x, norm.residual, norm.out, norm.sum});
+  const int elements = pack_elements<T, W>(norm.width, norm.weight, {norm.x, norm.residual, norm.out, norm.sum});
   if (shape.packs == 0) shape = forward_shape(norm.width / elements, elements == kFullPack<T>);
   if (elements == kFullPack<T>) return launch_packed<T, W, kFullPack<T>>(norm, shape, stream);
   if constexpr (sizeof(T) == 2) {

@@ -81,7 +81,7 @@ struct RowScale {
 __device__ __forceinline__ RowScale scale_of(const float (&sums)[2], float inverse_width, float eps) {
   const float inverse =
       __frsqrt_rn(fmaf(sums[0], inverse_width, eps));  // rsqrtf is off by up to two units: too much for FP32
-  return {inverse, inverse * inverse * inverse * (sums[1] * inverse_width)};
+  return {inverse, inverse * (inverse * (inverse * (sums[1] * inverse_width)))};
 }
 
 // grad_x of one pack; the share of the weight gradient is added to `share`.
@@ -298,7 +298,7 @@ void launch_packed(const RmsNormBackward& norm, cudaStream_t stream) {
 template <typename T, typename W>
 void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
   const int elements =
-      pack_elements<T, W>(norm.rows, norm.width, norm.weight, {norm.x, norm.grad_out, norm.grad_residual, norm.grad_x});
+      pack_elements<T, W>(norm.width, norm.weight, {norm.x, norm.grad_out, norm.grad_residual, norm.grad_x});
   if (elements == kFullPack<T>) {
     launch_packed<T, W, kFullPack<T>>(norm, stream);
   } else if (elements == 4) {
@@ -317,7 +317,8 @@ int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
   // each four rows at least, and wide rows do not get more than 64 MiB of scratch. Two rows are best left to one block.
   if (rows <= 2) return 1;
   const int64_t multiprocessors = card().multiprocessors;
-  const int64_t full = multiprocessors * plan_block((width * size_of(dtype) + 15) / 16).blocks;
+  const int64_t full =
+      multiprocessors * plan_block(static_cast<int>((static_cast<int64_t>(width) * size_of(dtype) + 15) / 16)).blocks;
   const int64_t busy = std::max(multiprocessors, rows / 4);
   const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / (static_cast<int64_t>(width) * 4));
   return static_cast<int>(std::min({rows, full, busy, in_scratch}));

@@ -47,6 +47,8 @@ def choices(measured: list[OpsReport]) -> dict[str, Any]:
 def _choice(providers: dict[str, dict[tuple[str, str, str], float]]) -> dict[str, str]:
     """The fastest over the cases that all of them were measured on."""
     common = set.intersection(*(set(times) for times in providers.values()))
+    if not common:
+        raise ValueError(f"no case was measured on all of {', '.join(providers)}")
     means = {provider: sum(times[case] for case in common) / len(common) for provider, times in providers.items()}
     best, *others = sorted(means, key=lambda provider: means[provider])
     slower = ", ".join(f"{other} takes {math.exp(means[other] - means[best]):.2f} times as long" for other in others)

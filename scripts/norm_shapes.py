@@ -32,7 +32,7 @@ WIDTHS = (512, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536)  # bf16 elemen
 TOKENS = (1, 32, 256, 1024, 16384)
 MOST_BYTES = 1 << 30  # of one tensor
 MOST_THREADS = 1024
-ROUNDS = 3
+ROUNDS = 7
 SHAPE = ("packs", "rows_per_block", "overlap")
 TIE = 1.01  # within one percent the simpler shape wins
 
@@ -53,7 +53,7 @@ def legal_shapes(row_packs: int, tokens: int) -> Iterator[tuple[int, int, int]]:
 
 def measure(out: Path) -> None:
     from rooflight.bench.device import CudaDevice
-    from rooflight.bench.environment import describe
+    from rooflight.bench.environment import describe, describe_gpu
 
     device = CudaDevice()
     device.warm_clocks(2000)
@@ -62,14 +62,14 @@ def measure(out: Path) -> None:
         for tokens in TOKENS:
             if tokens * width * 2 <= MOST_BYTES:
                 rows += _measure_case(device, tokens, width)
-    out.write_text(json.dumps({"environment": describe(0), "rows": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({"environment": {**describe(0), **describe_gpu()}, "rows": rows}, indent=1) + "\n")
 
 
 def _measure_case(device: CudaDevice, tokens: int, width: int) -> list[dict[str, Any]]:
     """Medians of interleaved rounds of every legal shape, microseconds of GPU time, in place in bf16."""
     from rooflight.bench.timing import ColdPlan, Timer
 
-    plan = ColdPlan.of(4 * tokens * width * 2, device.l2_bytes)
+    plan = ColdPlan.of(2 * tokens * width * 2, device.l2_bytes)
     sets = [tuple(_random(tokens, width) for _ in range(2)) for _ in range(plan.sets)]
     weight = _random(width)
 
@@ -86,7 +86,7 @@ def _measure_case(device: CudaDevice, tokens: int, width: int) -> list[dict[str,
     rounds: dict[tuple[int, int, int], list[dict[str, float]]] = defaultdict(list)
     for turn in range(ROUNDS):
         for shape in timers if turn % 2 else reversed(list(timers)):
-            rounds[shape].append(timers[shape].round())
+            rounds[shape].append(timers[shape].gpu_round())
     return [
         {
             **dict(zip(("hidden_size", "num_tokens", *SHAPE), (width, tokens, *shape), strict=True)),

@@ -9,7 +9,6 @@ from typing import Any
 
 from rooflight.bench import summary
 from rooflight.bench.contenders import OURS
-from rooflight.bench.peers.ops import PEERS
 from rooflight.bench.rows import CALL, COLD, EVENT_COLD, EVENT_HOT, HOT, OpRow, OpsReport, by_shape, by_table, ratio
 from rooflight.limits.card import Card
 
@@ -29,12 +28,21 @@ def report(operator: str, folder: Path = RESULTS) -> OpsReport:
     return OpsReport.from_data(json.loads((folder / f"{operator}.json").read_text()))
 
 
-def origin(measured: OpsReport) -> str:
+def origin(*reports: OpsReport) -> str:
+    """Where the figures of a table come from. ValueError where they are not of one run."""
+    runs = {measured.run for measured in reports}
+    if len(runs) != 1:
+        raise ValueError(f"the rows of a table must be of one run, were of {', '.join(sorted(runs))}")
+    measured = reports[0]
     where, rounds = measured.environment, measured.setup["rounds"]
     return (
         f"{measured.card.name}, driver {where['driver']}, {where['cpu']}, PyTorch {where['torch']}, Triton "
         f"{where['triton']}; medians of {rounds} interleaved rounds; commit {where['commit']}, {where['date']}."
     )
+
+
+def _times(shape: str) -> str:
+    return shape.replace("x", " × ")
 
 
 def _us(row: OpRow | None, time: str) -> str:
@@ -44,96 +52,63 @@ def _us(row: OpRow | None, time: str) -> str:
     return f"{spread.median:.0f}" if spread.median >= 100 else f"{spread.median:.{1 if spread.median >= 20 else 2}f}"
 
 
-def _best(cell: dict[str, OpRow], time: str) -> tuple[str, OpRow] | None:
-    """The fastest that is not ours."""
-    others = [(its.median, name, row) for name, row in cell.items() if name in PEERS and (its := row.time(time))]
-    return min(others)[1:] if others else None
+def _beside(ours: OpRow, best: OpRow | None, time: str) -> list[str]:
+    """Ours, the best other by name, ours over it."""
+    assert best is not None
+    return [_us(ours, time), f"{_us(best, time)} {best.contender}", f"{ratio(ours, best, time):.2f}"]
 
 
 def readme_table() -> str:
     """BF16 at three shapes: ours, the best other, the limit."""
-    rows = []
-    for operator in (*FORWARD, "rms_norm_backward"):
-        for shape, cell in by_shape([row for row in report(operator).rows if row.dtype == "bf16"]).items():
-            if shape not in README_SHAPES:
-                continue
-            ours, best = cell[OURS], _best(cell, COLD)
-            assert best is not None
-            share = f"{ours.at_limit_cold:.0%}" if ours.wall == "memory" else "launch"
-            rows.append(
-                [
-                    f"`{operator}`",
-                    shape.replace("x", " × "),
-                    _us(ours, CALL),
-                    _us(cell.get("compiled"), CALL),
-                    _us(ours, HOT),
-                    _us(ours, COLD),
-                    f"{_us(best[1], COLD)} {best[0]}",
-                    f"{ours.limit_us:.2f}",
-                    share,
-                ]
-            )
-    header = ["operator, bf16", "tokens × width", "call µs", "compiled's", "hot µs", "cold µs", "best other cold µs"]
+    rows, reports = [], [report(operator) for operator in (*FORWARD, "rms_norm_backward")]
+    for measured in reports:
+        for shape, cell in by_shape([row for row in measured.rows if row.dtype == "bf16"]).items():
+            if shape in README_SHAPES:
+                ours = cell[OURS]
+                row = [f"`{ours.operator}`", _times(shape), _us(ours, CALL), _us(cell.get("compiled"), CALL)]
+                row += [_us(ours, HOT), *_beside(ours, summary.best_other(cell, COLD), COLD), f"{ours.limit_us:.2f}"]
+                rows.append([*row, f"{ours.at_limit_cold:.0%}" if ours.wall == "memory" else "launch"])
+    header = ["operator, bf16", "tokens × width", "call µs", "compiled's", "hot µs", "cold µs", "best other", "ratio"]
     note = (
-        "Call: host time until the next call can be made. Hot and cold: GPU time with inputs in L2 and in DRAM. Limit: "
-        "the operator's bytes at the copy bandwidth of the same run, or an empty kernel where that takes longer. "
+        "Call: host time until the next call can be made. Hot and cold: GPU time with inputs in L2 and in DRAM. Best "
+        "other: the fastest, cold, of PyTorch, its compiler, vLLM, FlashInfer, Liger, quack and our other provider. "
+        "Limit: the operator's bytes at the copy bandwidth of the same run, or an empty kernel where that takes longer. "
     )
-    return markdown([*header, "limit µs", "of limit"], rows, right=2) + "\n" + note + origin(report("rms_norm")) + "\n"
+    return markdown([*header, "limit µs", "of limit"], rows, right=2) + "\n" + note + origin(*reports) + "\n"
 
 
 def grid_tables() -> str:
     """Every forward operator and dtype: ours and the best other at each shape."""
-    text = []
-    for operator in FORWARD:
-        measured = report(operator)
+    text, reports = [], [report(operator) for operator in FORWARD]
+    for measured in reports:
         for (name, dtype), its in by_table(measured.rows).items():
             rows = []
             for shape, cell in by_shape(its).items():
                 ours = cell[OURS]
-                hot, cold = _best(cell, HOT), _best(cell, COLD)
-                assert hot is not None
-                assert cold is not None
-                rows.append(
-                    [
-                        shape.replace("x", " × "),
-                        f"{ours.limit_us:.2f} {ours.wall}",
-                        _us(ours, HOT),
-                        f"{_us(hot[1], HOT)} {hot[0]}",
-                        f"{ratio(ours, hot[1], HOT):.2f}",
-                        _us(ours, COLD),
-                        f"{_us(cold[1], COLD)} {cold[0]}",
-                        f"{ratio(ours, cold[1], COLD):.2f}",
-                        f"{ours.at_limit_cold:.0%}",
-                    ]
-                )
+                row = [_times(shape), f"{ours.limit_us:.2f} {ours.wall}"]
+                for time in (HOT, COLD):
+                    row += _beside(ours, summary.best_other(cell, time), time)
+                rows.append([*row, f"{ours.at_limit_cold:.0%}"])
             header = ["tokens × width", "limit µs", "hot", "best other", "ratio", "cold", "best other", "ratio"]
             text.append(f"**`{name}`, {dtype}**\n\n" + markdown([*header, "cold at limit"], rows, right=1))
             text.append("\n".join(f"- {line}" for line in summary.lines(its)) + "\n")
-    return "\n".join(text) + "\n" + origin(report(FORWARD[0])) + "\n"
+    return "\n".join(text) + "\n" + origin(*reports) + "\n"
 
 
 def backward_tables() -> str:
-    text = []
-    for operator in ("rms_norm_backward", "layer_norm", "fused_add_layer_norm", "layer_norm_backward"):
-        measured = report(operator)
+    """Every contender at the three shapes of the operators that get no whole grid."""
+    names = ("rms_norm_backward", "layer_norm", "fused_add_layer_norm", "layer_norm_backward")
+    text, reports = [], [report(operator) for operator in names]
+    for measured in reports:
         for (name, dtype), its in by_table(measured.rows).items():
-            if dtype != "bf16":
-                continue
-            rows = [
-                [
-                    shape.replace("x", " × "),
-                    contender,
-                    _us(row, CALL),
-                    _us(row, HOT),
-                    _us(row, COLD),
-                    f"{row.at_limit_cold:.0%}" if row.at_limit_cold else row.error or "",
-                ]
-                for shape, cell in by_shape(its).items()
-                for contender, row in cell.items()
-            ]
+            rows = []
+            for shape, cell in by_shape(its).items():
+                for contender, row in cell.items():
+                    share = f"{row.at_limit_cold:.0%}" if row.at_limit_cold else row.error or ""
+                    rows.append([_times(shape), contender, _us(row, CALL), _us(row, HOT), _us(row, COLD), share])
             text.append(f"**`{name}`, {dtype}**\n")
             text.append(markdown(["tokens × width", "contender", "call µs", "hot", "cold", "at limit"], rows, right=2))
-    return "\n".join(text)
+    return "\n".join(text) + "\n" + origin(*reports) + "\n"
 
 
 def call_table() -> str:
@@ -147,7 +122,8 @@ def call_table() -> str:
                 over = [_ratio(row, cell[OURS], time) for time in (CALL, EVENT_HOT, EVENT_COLD)]
                 rows.append([f"`{operator}`", contender, *times, " / ".join(over)])
     header = ["256 × 4096, bf16", "contender", "call", "graph hot", "graph cold", "event hot", "event cold"]
-    return markdown([*header, "call / event hot / event cold over ours"], rows, right=2)
+    note = origin(report("fused_add_rms_norm"), report("fused_add_rms_norm_"))
+    return markdown([*header, "call / event hot / event cold over ours"], rows, right=2) + "\n" + note + "\n"
 
 
 def _ratio(row: OpRow, ours: OpRow, time: str) -> str:
@@ -167,7 +143,7 @@ def version_table() -> str:
     rows = [[titles[name], *(f"{_us(cell.get(name), HOT)} / {_us(cell.get(name), COLD)}" for cell in cells.values())]
             for name in sorted(names, key=lambda name: titles[name])]  # fmt: skip
     limits = ["*limit*", *(f"{next(iter(cell.values())).limit_us:.2f}" for cell in cells.values())]
-    header = ["hot / cold µs, bf16", *(shape.replace("x", " × ") for shape in cells)]
+    header = ["hot / cold µs, bf16", *(_times(shape) for shape in cells)]
     return markdown(header, [*rows, limits], right=1) + "\n" + origin(measured) + "\n"
 
 
@@ -179,7 +155,8 @@ def counter_table() -> str:
         dram = [f"{row['dram_read'] / 1e9:.3f}", f"{row['dram_written'] / 1e9:.3f}"]
         rows.append([row["case"], str(row["kernels"]), f"{logical:.3f}", *dram, f"{row['ratio']:.3f}"])
     header = ["65,536 × 8192, bf16", "kernels", "logical GB", "DRAM read GB", "DRAM written GB", "DRAM / logical"]
-    return markdown(header, rows, right=1)
+    where = data["environment"]
+    return markdown(header, rows, right=1) + f"\nCommit {where['commit']}, {where['date']}.\n"
 
 
 def card_table() -> str:

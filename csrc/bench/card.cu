@@ -14,7 +14,7 @@ __global__ void empty_overlapped() {
 constexpr int kReadThreads = 512;
 constexpr int kReadAtOnce = 4;  // packs of 16 bytes in flight in each thread
 
-// Plain loads: what is read once and marked so evicts little of L2, and this kernel also empties the cache.
+// Loads without a hint for L2: what is marked as read once evicts little, and this kernel also empties the cache.
 __global__ void __launch_bounds__(kReadThreads) read_all(const uint4* data, size_t packs, unsigned* out) {
   const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
   unsigned folded = 0;

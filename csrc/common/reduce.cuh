@@ -1,5 +1,5 @@
-// Sums over the threads of a row, in an order that depends on the row's width alone: the same row gives the same bits
-// whatever else is in the batch.
+// Sums over the threads of a row, in an order that depends on the row's width and on the packs that its address and
+// stride allow: the same row, laid out alike, gives the same bits whatever else is in the batch.
 #pragma once
 
 namespace rooflight {

@@ -19,13 +19,13 @@ __device__ __forceinline__ P* row_of(const Rows& rows, int64_t row, int element_
 
 // The widest pack, in elements of T, that the width and every address allow; rows without data are no obstacle.
 template <typename T, typename W>
-int pack_elements(int64_t num_rows, int width, const void* weight, std::initializer_list<Rows> operands) {
+int pack_elements(int width, const void* weight, std::initializer_list<Rows> operands) {
   int elements = kFullPack<T>;
   for (; elements > 1; elements /= 2) {
     const int64_t bytes = elements * sizeof(T);
     const auto fits = [&](const Rows& rows) {
       return reinterpret_cast<uintptr_t>(rows.data) % bytes == 0 &&
-             (num_rows == 1 || rows.stride * static_cast<int64_t>(sizeof(T)) % bytes == 0);
+             rows.stride * static_cast<int64_t>(sizeof(T)) % bytes == 0;
     };
     const int weight_bytes = std::min<int>(16, elements * sizeof(W));
     if (width % elements == 0 && reinterpret_cast<uintptr_t>(weight) % weight_bytes == 0 &&

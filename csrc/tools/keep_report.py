@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main() -> int:
     command = sys.argv[1:]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     report = [line for line in done.stderr.splitlines() if "ptxas info" in line or "bytes stack frame" in line]
     rest = [line for line in done.stderr.splitlines() if line not in report]
     if rest:

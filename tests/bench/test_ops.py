@@ -42,7 +42,7 @@ def rows_of(report: OpsReport) -> dict[str, OpRow]:
         ({"dtypes": ("fp8",)}, "dtype must be one of fp32, fp16, bf16, was 'fp8'"),
         ({"operators": ("linear",)}, "operator must be one of rms_norm, .*, was 'linear'"),
         ({"shapes": ((0, 4096),)}, "shape must be TOKENSxWIDTH, both 1 or more, was 0x4096"),
-        ({"contenders": ("apex",)}, "contender must be one of .*, was 'apex'"),
+        ({"contenders": ("nobody",)}, "contender must be one of .*, was 'nobody'"),
     ],
 )
 def test_setup_refuses_what_it_cannot_measure(arguments: dict[str, Any], words: str) -> None:
@@ -56,7 +56,8 @@ def test_by_default_the_grid_is_whole_for_three_operators_and_short_for_the_othe
     grid = [(tokens, width) for tokens in (1, 32, 256, 1024, 16384) for width in (1024, 4096, 8192)]
     for name in OPERATORS:
         whole = name in ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_")
-        assert shapes[name] == (grid * 2 if whole else list(SHORT_GRID)), name  # bf16 and fp16; bf16
+        dtypes = 2 if name in ("rms_norm", "fused_add_rms_norm") else 1
+        assert shapes[name] == (grid if whole else list(SHORT_GRID)) * dtypes, name
     assert len(OpsSetup(whole_grid=True, dtypes=("fp32",)).cases()) == len(grid) * len(OPERATORS)
     assert len(OpsSetup(dtypes=("bf16", "bf16"), shapes=((1, 8), (1, 8)), operators=("rms_norm",)).cases()) == 1
 
@@ -64,17 +65,17 @@ def test_by_default_the_grid_is_whole_for_three_operators_and_short_for_the_othe
 def test_contenders_take_turns_in_alternating_order() -> None:
     start = FakeProcesses()
     run(setup(contenders=("rooflight", "eager", "liger"), rounds=3), start=start)
-    assert start.started == [("rooflight", "rooflight again", "eager"), ("liger",)]
-    order = ["rooflight", "rooflight again", "eager", "liger"]
+    assert start.started == [("rooflight", "eager"), ("rooflight again",), ("liger",)]
+    order = ["rooflight", "eager", "rooflight again", "liger"]
     assert start.asked("round") == order + order[::-1] + order
     assert start.asked("event_round") == (order + order[::-1]) * 2 + order
     assert EVENT_ROUNDS == 5
     whats = [what for what, _ in start.log]
     assert whats[0] == "card"
-    assert set(whats[1:3]) == {"warm"}
-    assert set(whats[3:5]) == {"prepare"}
-    assert set(whats[-2:]) == {"release"}
-    assert sorted(start.closed) == ["liger", "rooflight"]
+    assert set(whats[1:4]) == {"warm"}
+    assert set(whats[4:7]) == {"prepare"}
+    assert set(whats[-3:]) == {"release"}
+    assert sorted(start.closed) == ["liger", "rooflight", "rooflight again"]
 
 
 def test_rows_hold_medians_limits_and_the_environment() -> None:
@@ -119,7 +120,7 @@ def test_an_absent_peer_is_listed_with_its_reason() -> None:
 def test_a_peer_without_the_operator_is_listed_and_a_wrong_one_is_a_row_without_figures() -> None:
     start = FakeProcesses(wrong={"quack": "has no such operator", "liger": "wrong: result 1 is off by 3"})
     report = run(setup(contenders=("eager", "liger", "quack")), start=start)
-    assert report.absent == {"quack rms_norm": "has no such operator"}
+    assert report.absent == {"quack rms_norm bf16": "has no such operator"}
     assert rows_of(report)["liger"].error == "wrong: result 1 is off by 3"
     assert rows_of(report)["liger"].cold_us is None
     assert rows_of(report)["eager"].error is None
@@ -156,7 +157,7 @@ def test_an_error_that_breaks_a_process_takes_its_other_contenders_along_for_thi
     first, second = by_shape(report.rows).values()
     assert first["eager"].error == second["eager"].error == "RuntimeError: illegal address"
     assert first["rooflight"].error == "lost with eager, which failed in the same process"
-    assert len(start.started) == 2  # the second case began with a new one
+    assert len(start.started) == 3  # ours again has its own, and the second case began with a new one
 
 
 def test_an_error_that_breaks_nothing_ends_one_contender() -> None:

@@ -37,6 +37,13 @@ def test_a_row_has_median_least_and_most_and_its_share_of_the_limit() -> None:
     assert OpRow.from_data(made.as_data()) == made
 
 
+def test_a_difference_lost_in_noise_is_no_figure() -> None:
+    """Flush and launch minus flush can come out below nothing."""
+    lost = make_row("run 1", CASE, CARD, "liger", FACTS, {"hot_us": [1.0], "cold_us": [-0.1, 0.0, 0.2]}, None)
+    assert (lost.hot_us, lost.at_limit_cold) == (None, None)
+    assert lost.error == "the noise of the measurement is larger than the operator"
+
+
 def test_a_ratio_between_rows_of_one_run_and_configuration() -> None:
     assert ratio(row("liger", 3.0, 6.0), row("rooflight", 2.0, 5.0), COLD) == pytest.approx(1.2)
     assert ratio(row("liger", 3.0, 6.0), row("rooflight", 2.0, 5.0), "event_hot_us") is None
@@ -63,14 +70,16 @@ def test_how_caches_were_emptied_matters_to_cold_times_alone() -> None:
     assert ratio(row("liger", 3.0, 6.0), other, HOT) == pytest.approx(1.5)
 
 
-def test_ours_is_compared_with_the_best_that_is_not_ours() -> None:
-    rows = [row("rooflight", 2.0, 5.0), row("rooflight.triton", 1.0, 1.0), row("eager", 8.0, 9.0)]
+def test_ours_is_compared_with_the_best_other() -> None:
+    rows = [row("rooflight", 2.0, 5.0), row("rooflight again", 1.0, 1.0), row("eager", 8.0, 9.0)]
     rows += [row("liger", 1.86, 5.1), row("quack", 1.9, 4.7)]
     (hot,) = compared(rows, HOT)
     assert (hot.ours, hot.best, hot.contender, hot.within) == (2.0, 1.86, "liger", True)  # 0.14 us apart
     (cold,) = compared(rows, COLD)
     assert (cold.best, cold.contender, cold.within) == (4.7, "quack", False)
-    assert compared(rows[:1], HOT) == []
+    (own,) = compared([*rows, row("rooflight.triton", 1.5, 4.9)], HOT)
+    assert (own.best, own.contender) == (1.5, "rooflight.triton")  # what the card was not given is another, too
+    assert compared(rows[:2], HOT) == []
 
 
 def test_what_a_table_says_at_its_end() -> None:

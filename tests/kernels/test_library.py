@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rooflight.kernels import library
-from rooflight.kernels.driver import Driver
+from rooflight.kernels.driver import Driver, visible
 from rooflight.kernels.library import Kernel
 
 BUILT = library.build_facts() is not None
@@ -139,6 +139,30 @@ def test_another_pytorch_hears_why_not(built: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_broken_file_is_a_reason_and_not_a_crash(built: Path) -> None:
     assert "does not load" in str(library.load())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cuda": "13.0", "kernels": [{"name": "k"}]}'])
+def test_a_broken_report_counts_as_no_build(built: Path, text: str) -> None:
+    """Importing the package reads it: a file cut short must not stop that."""
+    (built / "resources.json").write_text(text)
+    assert library.why_not() == "not built; `make kernels` builds it"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "seen"),
+    [
+        (None, [0, 1]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("1, 0", [0, 1]),
+        ("GPU-b", [1]),
+        ("GPU-aa,7", [0]),
+    ],
+)
+def test_hidden_cards_are_not_asked_for_their_architecture(allowed: str | None, seen: list[int]) -> None:
+    uuids = ["GPU-aa-1", "GPU-bb-2"]
+    assert [index for index, uuid in enumerate(uuids) if visible(index, uuid, allowed)] == seen
 
 
 def test_without_a_build(built: Path) -> None:

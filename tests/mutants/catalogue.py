@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "the gradient forgets which provider was asked for",
-        GRADIENT, "return provider if asked_for else None", "return None",
+        GRADIENT, "return ctx.provider if asked_for else None", "return None",
         OF["norm"], "runs_on_the_provider and triton",
     ),
     Mutant(

@@ -374,6 +374,17 @@ def test_gradients_agree_with_those_of_torch() -> None:
             torch.testing.assert_close(one, other)
 
 
+@implementations("rms_norm_backward")
+@pytest.mark.parametrize(("size", "eps"), [(1e15, 1e-6), (1e-14, 0.0)])
+def test_gradients_of_rows_of_any_size(target: Target, size: float, eps: float) -> None:
+    """1 / rms cubed leaves FP32 long before the gradient does: it must not be formed."""
+    grad, x, weight = (randn(*shape, seed=i) for i, shape in enumerate(((3, 64), (3, 64), (64,))))
+    expected = target.op.reference(grad.double(), (x * size).double(), weight.double(), eps)
+    found = target.run((grad.to(target.device), (x * size).to(target.device), weight.to(target.device), eps))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu().double() - other).norm() < 1e-5 * other.norm()
+
+
 @pytest.fixture
 def backwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The overloads of rms_norm_backward that run, in order."""

@@ -136,6 +136,8 @@ class Cell:
         for number, (result, expected) in enumerate(zip(results, self._expected, strict=True), 1):
             if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
                 return f"wrong: result {number} has not the shape {tuple(expected.shape)}"
+            if number == 1 and result.dtype != DTYPES[self.case.dtype]:
+                return f"wrong: result 1 is {result.dtype}, which is other traffic than {DTYPES[self.case.dtype]}"
             error = relative_error(result, expected)
             if not error <= accepted:
                 return f"wrong: result {number} is off by {error:.2g}, accepted is {accepted:g}"

@@ -42,7 +42,7 @@ def commit() -> str:
     here = Path(__file__).parent
     try:
         revision = _git(here, "rev-parse", "--short=12", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", ":/src")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/csrc")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return revision + ("+" if changed else "")

@@ -139,9 +139,9 @@ class _Match:
         rows = []
         for name in (name for name in contenders.NAMES if name in facts):
             if errors[name] == NO_SUCH_OPERATOR:
-                self.absent[f"{name} {case.operator}"] = NO_SUCH_OPERATOR
+                self.absent[f"{name} {case.operator} {case.dtype}"] = NO_SUCH_OPERATOR
                 continue
-            about = {**known, "version": facts[name]["version"]}
+            about = {**known, **facts[name]}  # each process says itself how it emptied the cache
             rows.append(make_row(self.run_id, case, self.card, name, about, times[name], errors[name]))
         return rows
 

@@ -19,11 +19,9 @@ OPERATORS = (
     "fused_add_layer_norm",
     "layer_norm_backward",
 )
-WHOLE_GRID = (
-    "rms_norm",
-    "fused_add_rms_norm",
-    "fused_add_rms_norm_",
-)  # the others: SHORT_GRID in the first dtype, since time is short
+# By default, since time is short: these get every workload, the others SHORT_GRID; and these every dtype, others one.
+WHOLE_GRID = ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_")
+EVERY_DTYPE = ("rms_norm", "fused_add_rms_norm")
 SHORT_GRID = ((1, 4096), (256, 4096), (16384, 4096))
 FEWEST_ROUNDS = 7
 
@@ -32,8 +30,8 @@ FEWEST_ROUNDS = 7
 class OpsSetup:
     """What is measured. Empty operators, shapes or contenders mean the defaults; shapes are (tokens, width).
 
-    By default only the forward of RMSNorm gets every workload in every dtype, since time on a GPU is short. whole_grid:
-    every workload of every operator. Fewer than seven rounds are for trying things out.
+    whole_grid: every workload and dtype of every operator; by default some get fewer (WHOLE_GRID, EVERY_DTYPE). Fewer
+    than seven rounds are for trying things out.
     """
 
     operators: tuple[str, ...] = ()
@@ -72,7 +70,7 @@ class OpsSetup:
         return list(dict.fromkeys(found))
 
     def _dtypes(self, operator: str) -> tuple[str, ...]:
-        everything = self.operators or self.shapes or self.whole_grid or operator in WHOLE_GRID
+        everything = self.operators or self.shapes or self.whole_grid or operator in EVERY_DTYPE
         return self.dtypes if everything else self.dtypes[:1]
 
     def _shapes(self, operator: str) -> Iterable[tuple[int, int]]:

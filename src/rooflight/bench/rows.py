@@ -87,6 +87,8 @@ def make_row(
     measured: dict[str, Any] = {}
     if error is None:
         measured = {name: Spread.of(values) for name, values in times.items()}
+        if any(its.median <= 0 for its in measured.values()):
+            measured, error = {}, "the noise of the measurement is larger than the operator"
         for name, at_limit in ((HOT, "at_limit_hot"), (COLD, "at_limit_cold")):
             if name in measured:
                 measured[at_limit] = limit_us / measured[name].median

@@ -17,6 +17,7 @@ from rooflight.bench import card, contenders
 from rooflight.bench.cell import Bind, Case, Cell
 from rooflight.bench.device import Closure, CudaDevice, Device
 from rooflight.bench.measurement import Spread
+from rooflight.bench.rows import CALL
 from rooflight.bench.timing import ColdPlan, Timer
 from rooflight.limits.card import Card
 
@@ -25,7 +26,8 @@ NEAR_CEILING = 0.03
 COPY_BYTES = card.QUICK_COPIES[0]
 CASE = Case("fused_add_rms_norm", "bf16", 256, 4096)
 SLOWER, SLOWER_BY = 1.05, 0.01
-EVICTED = 1.5  # DRAM answers that much later than L2, at least
+EVICTED = 1.8  # DRAM answers that much later than L2, at least
+TIE = 0.03  # of GPU times; a host is noisier
 SLEEP_CYCLES = 200_000  # about 100 us
 
 
@@ -75,7 +77,8 @@ def itself_is_a_tie(device: Device, case: Case = CASE, bind: Bind = contenders.b
     for name, time in ours.items():
         other = again[name]
         low, high = other.low / time.high, other.high / time.low
-        passed = passed and low <= 1 <= high
+        near = name == CALL or abs(other.median / time.median - 1) <= TIE
+        passed = passed and low <= 1 <= high and near
         parts.append(f"{name.removesuffix('_us')} {other.median / time.median:.3f} ({low:.3f} to {high:.3f})")
     return Verdict("A against A", passed, f"{case}: " + ", ".join(parts))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rooflight.bench.contenders import OURS
+from rooflight.bench.contenders import OURS, PROVIDERS
 from rooflight.bench.peers.ops import PEERS
 from rooflight.bench.rows import CALL, COLD, EVENT_COLD, EVENT_HOT, HOT, OpRow, by_shape, ratio, tie_bands
 
@@ -16,7 +16,7 @@ NAMES = {CALL: "call", HOT: "hot", COLD: "cold", EVENT_HOT: "event hot", EVENT_C
 
 @dataclass(frozen=True)
 class Compared:
-    """Ours beside the best that is not ours, in one cell of a table."""
+    """Ours beside the best other, in one cell of a table."""
 
     shape: str
     time: str
@@ -32,15 +32,22 @@ class Compared:
         return f"{self.shape} {NAMES[self.time]} {self.ours:.2f} against {self.best:.2f} ({self.contender})"
 
 
+def best_other(cell: Mapping[str, OpRow], time: str) -> OpRow | None:
+    """The fastest of a cell beside what "rooflight" runs: peers, and our other provider."""
+    others = [row for name, row in cell.items() if name in (*PEERS, *PROVIDERS) and row.time(time)]
+    return min(others, key=lambda row: row.time(time).median, default=None)  # type: ignore[union-attr]
+
+
 def compared(rows: Sequence[OpRow], time: str) -> list[Compared]:
     """Every shape of one operator and dtype where ours and another were both measured."""
     found = []
     for shape, cell in by_shape(rows).items():
         ours = cell.get(OURS)
         mine = ours.time(time) if ours else None
-        others = [(its.median, name) for name, row in cell.items() if name in PEERS and (its := row.time(time))]
-        if mine is not None and others:
-            found.append(Compared(shape, time, mine.median, *min(others)))
+        best = best_other(cell, time)
+        its = best.time(time) if best else None
+        if mine is not None and best is not None and its is not None:
+            found.append(Compared(shape, time, mine.median, its.median, best.contender))
     return found
 
 

@@ -148,14 +148,24 @@ class Timer:
 
     def round(self) -> dict[str, float]:
         """Microseconds: call, hot, cold."""
+        self._get_ready()
+        return {"call_us": call_us(self.device, self.closures[0], self.calls), **self._gpu_times()}
+
+    def gpu_round(self) -> dict[str, float]:
+        """Microseconds: hot, cold."""
+        self._get_ready()
+        return self._gpu_times()
+
+    def _get_ready(self) -> None:
         self.refresh()
         for _ in range(WARM_REPLAYS):  # another process had the GPU, or nobody for a while
             self._hot.replay()
         if not self._settled:
             self._settle()
-        times = {"call_us": call_us(self.device, self.closures[0], self.calls)}
+
+    def _gpu_times(self) -> dict[str, float]:
         self.refresh()
-        times["hot_us"] = replay_us(self.device, self._hot) / self.hot_launches
+        times = {"hot_us": replay_us(self.device, self._hot) / self.hot_launches}
         if self.plan.flushes:
             times["cold_us"] = difference_us(self.device, self._cold, self._flush, self.cold_launches)
         else:

@@ -48,11 +48,14 @@ class Kernel:
 
 
 def build_facts() -> dict[str, Any] | None:
-    """What the build wrote: {"cuda": version, "kernels": [...]}; None if nothing is built."""
+    """What the build wrote: {"cuda": version, "kernels": [...]}; None if nothing, or nothing whole, is there."""
     try:
-        return json.loads(RESOURCES.read_text())  # type: ignore[no-any-return]
-    except OSError:
+        facts = json.loads(RESOURCES.read_text())
+        [Kernel(**kernel) for kernel in facts["kernels"]]
+        int(facts["cuda"].split(".")[0])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+    return facts  # type: ignore[no-any-return]
 
 
 def kernels() -> list[Kernel]:

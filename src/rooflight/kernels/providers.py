@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rooflight.kernels import choices, library
+from rooflight.kernels.driver import driver
 from rooflight.ops.contract import REGISTRY
 
 TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
@@ -49,7 +50,8 @@ def status() -> dict[str, str]:
         lines["triton"] = "installed, but no GPU is visible"
     else:
         lines["triton"] = "on " + torch.cuda.get_device_name()
-    lines["cuda"] = library.load() or "compiled kernels, on " + torch.cuda.get_device_name()
+    found = driver()
+    lines["cuda"] = library.load() or "compiled kernels, on " + (found.cards[0][0] if found else "no card")
     return lines
 
 

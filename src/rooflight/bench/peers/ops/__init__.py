@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-PEERS = ("eager", "compiled", "vllm", "flashinfer", "liger", "quack")
+PEERS = ("eager", "compiled", "vllm", "flashinfer", "liger", "quack", "apex")
 
 
 class PeerMissing(Exception):
