@@ -20,7 +20,7 @@ namespace {
 
 cudaStream_t current_stream(int device) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -35,8 +35,8 @@ Tensor empty(const int64_t* sizes, int64_t dim, ScalarType dtype, int device) {
     step *= sizes[i] > 0 ? sizes[i] : 1;
   }
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(dtype),
-                                                         static_cast<int32_t>(DeviceType::CUDA), device, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(dtype),
+                                                  static_cast<int32_t>(DeviceType::CUDA), device, &handle));
   return Tensor(handle);
 }
 

@@ -50,17 +50,17 @@ std::string dtype_name(ScalarType dtype) {
 
 Operand::Operand(const char* name, const Tensor& tensor) : name_(name), dtype_(tensor.scalar_type()) {
   const AtenTensorHandle handle = tensor.get();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type_));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index_));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim_));
   int64_t* pointer = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &pointer));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &pointer));
   sizes_ = pointer;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &pointer));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &pointer));
   strides_ = pointer;
   // A tensor on another kind of device may have no data; it is refused by its device, not by its pointer.
   if (device_type_ == static_cast<int32_t>(DeviceType::CUDA)) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data_));
   }
 }
 

@@ -72,7 +72,7 @@ def readme_table() -> str:
     note = (
         "Call: host time until the next call can be made. Hot and cold: GPU time with inputs in L2 and in DRAM. Best "
         "other: the fastest, cold, of PyTorch, its compiler, vLLM, FlashInfer, Liger, quack and our other provider. "
-        "Limit: the operator's bytes at the copy bandwidth of the same run, or an empty kernel where that takes longer. "
+        "Limit: the operator's bytes at the copy bandwidth of the same run, or an empty kernel if that takes longer. "
     )
     return markdown([*header, "limit µs", "of limit"], rows, right=2) + "\n" + note + origin(*reports) + "\n"
 

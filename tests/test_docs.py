@@ -17,7 +17,7 @@ def test_generated_tables_are_current() -> None:
 
 def test_every_marker_of_the_readme_is_filled() -> None:
     text = (ROOT / "README.md").read_text()
-    for name in ("request", "operators", "models"):
+    for name in ("request", "operators", "models", "norms"):
         start = f"<!-- generated: {name} -->\n"
         assert text.count(start) == 1
         assert text[text.index(start) + len(start)] == "|"
