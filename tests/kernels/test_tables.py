@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rooflight.bench.environment import gpu_folder
 from rooflight.kernels import choices
 from rooflight.kernels.driver import Driver
 from rooflight.ops import REGISTRY
@@ -27,6 +28,7 @@ def test_tables_are_what_the_results_say(command: list[str]) -> None:
 )
 def test_a_card_has_one_folder_name(name: str, folder: str) -> None:
     assert choices.card_folder(name) == folder
+    assert gpu_folder(name) == folder  # where the benchmark writes what the choices are made from
 
 
 def test_choices_are_for_operators_and_providers_that_exist() -> None:
