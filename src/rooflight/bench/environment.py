@@ -11,24 +11,29 @@ from pathlib import Path
 
 import torch
 
+# Instruction sets that decide how fast a CPU multiplies matrices.
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
+
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> list[str]:
-    """The instruction sets that decide how fast a CPU multiplies matrices."""
+    """Which of `CPU_FLAGS` this CPU has."""
+    facts = _cpu_facts()
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    return [flag for flag in CPU_FLAGS if flag in flags]
+
+
+def _cpu_facts() -> dict[str, str]:
+    """Of the first processor in /proc/cpuinfo; nothing where there is none."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     except OSError:
-        return []
-    flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
-    return [flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if flag in flags]
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def commit() -> str:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from rooflight import __version__, kernels, ops
+from rooflight.bench.environment import cpu_flags, cpu_name
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.sources import embedded_default
-
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 
 
 def environment() -> dict[str, Any]:
@@ -70,14 +69,12 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _cpu() -> dict[str, Any]:
-    facts = _cpu_facts()
-    flags = facts.get("flags", facts.get("Features", "")).split()
     return {
-        "name": facts.get("model name") or platform.processor() or platform.machine(),
+        "name": cpu_name(),
         "cores": _physical_cores(),
         "logical_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "flags": cpu_flags(),
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -88,13 +85,6 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _cpu_facts() -> dict[str, str]:
-    """Of the first processor in /proc/cpuinfo."""
-    first = _read("/proc/cpuinfo").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _physical_cores() -> int | None:
