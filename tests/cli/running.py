@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -63,6 +64,12 @@ def run(arguments: Sequence[str | Path], **kwargs: Any) -> subprocess.CompletedP
     )
 
 
+def _own_terminal() -> None:
+    """In the child: the terminal is its own, and Ctrl-C ends it, also where the tests run in a script's background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Terminal:
     """The command on a terminal of its own, 80 columns wide. What it shows is read with `expect`."""
 
@@ -77,7 +84,7 @@ class Terminal:
             env={name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")},
             start_new_session=True,
             # Makes it the controlling terminal, so that Ctrl-C becomes a signal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_own_terminal,
         )
         os.close(slave)
         self._received = b""

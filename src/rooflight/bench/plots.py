@@ -13,8 +13,19 @@ from rooflight.bench.rows import OpRow, OpsReport, by_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by every kind of eye; a marker and a dash of its own for each beside it.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's colours and three of Tol's, told apart by every kind of eye; each with a marker and a dash of its own.
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C510A",
+    "#999933",
+    "#882255",
+)
 _MARKERS = "osD^vP*X<>hd"
 _DASHES = ("-", "--", "-.", ":")
 _ORDER = (OURS, *PROVIDERS, *PEERS, *VERSIONS, AGAIN)
@@ -45,7 +56,7 @@ def draw(data: Mapping[str, Any], path: Path) -> Path:
     operators = {operator for operator, _ in tables}
     if len(operators) != 1:
         raise ValueError(f"rows must be of one operator, were of {', '.join(sorted(operators)) or 'none'}")
-    size = (1.5 + 5.5 * len(tables), 7.5)
+    size = (3 + 5.5 * len(tables), 7.5)
     figure, axes = pyplot.subplots(
         2, len(tables), figsize=size, sharex="col", squeeze=False, height_ratios=(3, 2), layout="constrained"
     )

@@ -159,7 +159,10 @@ class Operator:
         elif provider not in self.providers:
             if backend is None:  # a context asks for what is there and leaves the rest alone
                 return self.providers[self._defaults[tensor.is_cuda]]
-            raise ValueError(f"{self.name}: backend must be one of {list(self.providers)}, was {backend!r}")
+            there = list(self.providers)
+            raise ValueError(
+                f"{self.name}: backend must be one of {there}, was {backend!r}; `rooflight info` says what is missing"
+            )
         return self.providers[provider]
 
 
