@@ -191,9 +191,9 @@ def test_the_embedded_default_is_found_without_importing_it(tmp_path: Path, monk
 
 def test_config_of_a_folder_needs_no_weights_if_it_names_a_dtype(bf16_folder: Path) -> None:
     (bf16_folder / "model.safetensors").unlink()
-    start = time.perf_counter()
+    start = time.process_time()
     assert load_config(bf16_folder).dtype == torch.bfloat16
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     tiny.edit_config(bf16_folder, remove=["dtype"])
     assert load_config(bf16_folder).dtype == torch.float32
 
