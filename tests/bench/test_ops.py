@@ -19,7 +19,8 @@ from rooflight.bench.measurement import Spread
 from rooflight.bench.ops import measure_card, run
 from rooflight.bench.ops_setup import OPERATORS, SHORT_GRID, OpsSetup
 from rooflight.bench.process import WorkerProcess
-from rooflight.bench.rows import OpRow, OpsReport, by_shape, tie_bands
+from rooflight.bench.rows import COLD, HOT, OpRow, OpsReport, by_shape, ratio, tie_bands
+from rooflight.bench.summary import against_ours, compared
 from rooflight.bench.timing import EVENT_ROUNDS
 from tests.bench.fake_processes import CARD, FakeProcesses
 
@@ -149,6 +150,24 @@ def test_a_process_that_dies_costs_its_contender_and_starts_anew_twice() -> None
     assert errors[3] == "its process failed too often, at last: liger ended with code -11: no message"
     assert start.started.count(("liger",)) == 3
     assert all(row.error is None and row.call_us for row in report.rows if row.contender == "eager")
+
+
+def test_a_process_that_empties_the_cache_in_another_way_is_not_compared_cold() -> None:
+    """Its row says how, and neither a ratio nor the summary puts its cold time beside ours."""
+    start = FakeProcesses(speed={"liger": 0.5})
+    usual = FakeProcesses()(("liger",)).usual
+
+    def other_flush(message: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {**usual(message), "cold_method": "flush by torch.sum"} if message["do"] == "prepare" else None
+
+    start.answers["liger"] = other_flush
+    rows = rows_of(run(setup(contenders=("rooflight", "liger")), start=start))
+    assert rows["liger"].cold_method == "flush by torch.sum"
+    with pytest.raises(ValueError, match="cold_method must be the same"):
+        ratio(rows["liger"], rows["rooflight"], COLD)
+    assert against_ours(rows["liger"], rows["rooflight"]) == "0.50 / 0.50 / -"
+    assert [cell.contender for cell in compared(list(rows.values()), HOT)] == ["liger"]
+    assert compared(list(rows.values()), COLD) == []
 
 
 def test_an_error_that_breaks_a_process_takes_its_other_contenders_along_for_this_case() -> None:

@@ -34,8 +34,17 @@ class Compared:
 
 def best_other(cell: Mapping[str, OpRow], time: str) -> OpRow | None:
     """The fastest of a cell beside what "rooflight" runs: peers, and our other provider."""
-    others = [row for name, row in cell.items() if name in (*PEERS, *PROVIDERS) and row.time(time)]
+    others = [
+        row
+        for name, row in cell.items()
+        if name in (*PEERS, *PROVIDERS) and row.time(time) and _alike(row, cell.get(OURS), time)
+    ]
     return min(others, key=lambda row: row.time(time).median, default=None)  # type: ignore[union-attr]
+
+
+def _alike(row: OpRow, ours: OpRow | None, time: str) -> bool:
+    """Whether caches were emptied in the same way, where that matters."""
+    return ours is None or time != COLD or row.cold_method == ours.cold_method
 
 
 def compared(rows: Sequence[OpRow], time: str) -> list[Compared]:
@@ -81,5 +90,5 @@ def against_ours(row: OpRow, ours: OpRow | None) -> str:
     """Call, hot and cold time over ours: above 1 ours is faster. Empty for ours and where nothing is to compare."""
     if ours is None or row is ours or row.error is not None:
         return ""
-    ratios = (ratio(row, ours, name) for name in (CALL, HOT, COLD))
+    ratios = (ratio(row, ours, name) if _alike(row, ours, name) else None for name in (CALL, HOT, COLD))
     return " / ".join("-" if value is None else f"{value:.2f}" for value in ratios)
