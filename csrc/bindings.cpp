@@ -155,15 +155,18 @@ STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
 }  // namespace
 }  // namespace rooflight
 
-// For the sweep that fills norm_shapes.inc: the forward kernel in place, with the shape given. Returns a cudaError_t.
-extern "C" __attribute__((visibility("default"))) int rooflight_add_rms_norm_shaped(void* stream, int dtype, void* x,
-                                                                                    void* residual, const void* weight,
-                                                                                    int64_t rows, int width, float eps,
-                                                                                    int packs, int rows_per_block,
-                                                                                    int overlap) {
+// For the sweep that fills norm_shapes.inc: the forward kernel on contiguous rows, with the shape given. residual and
+// sum may be null. Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int rooflight_rms_norm_shaped(void* stream, int dtype, void* x,
+                                                                                void* residual, const void* weight,
+                                                                                void* out, void* sum, int64_t rows,
+                                                                                int width, float eps, int packs,
+                                                                                int rows_per_block) {
   rooflight::RmsNorm norm;
-  norm.x = norm.out = {x, width};
-  norm.residual = norm.sum = {residual, width};
+  norm.x = {x, width};
+  norm.residual = {residual, width};
+  norm.out = {out, width};
+  norm.sum = {sum, width};
   norm.weight = weight;
   norm.dtype = norm.weight_dtype = static_cast<rooflight::Dtype>(dtype);
   norm.rows = rows;
@@ -171,7 +174,7 @@ extern "C" __attribute__((visibility("default"))) int rooflight_add_rms_norm_sha
   norm.inverse_width = 1.0f / static_cast<float>(width);
   norm.eps = eps;
   try {
-    rooflight::launch_rms_norm(norm, {packs, rows_per_block, overlap != 0}, static_cast<cudaStream_t>(stream));
+    rooflight::launch_rms_norm(norm, {packs, rows_per_block}, static_cast<cudaStream_t>(stream));
   } catch (const std::exception&) {
     return cudaErrorLaunchFailure;
   }

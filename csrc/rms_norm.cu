@@ -2,11 +2,14 @@
 //
 //   sum = round(x + residual);  out = round(sum / sqrt(mean(sum^2) + eps) * weight)
 //
-// One block holds one row (several, where rows are narrow); a thread holds PACKS packs of it, neighbouring threads
-// neighbouring packs, so that every load is coalesced and 16 bytes wide where width and addresses allow. The weights
-// are asked for before the row is summed: behind the sum they would cost a launch of few rows a whole memory latency.
-// Rows too wide for the registers of a block are read a second time, from the sum that was just written.
+// A thread holds PACKS packs of a row, neighbouring threads neighbouring packs, so that every load is coalesced and 16
+// bytes wide where width and addresses allow. A block holds one row, or several where rows are many and narrow. The
+// weights are asked for before the row is summed: behind the sum they would cost a launch of few rows a whole memory
+// latency. Rows that fill WARPS warps exactly have a kernel without tests and loops, half as many instructions: for few
+// rows, these are a tenth of the time. Rows too wide for the registers of a block are read a second time, from the sum
+// that was just written.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/pack.cuh"
@@ -33,11 +36,11 @@ __device__ __forceinline__ Pack<T, N> add_rounded(const Pack<T, N>& a, const Pac
 
 template <typename T, int N>
 __device__ __forceinline__ float squares(const Pack<T, N>& pack) {
-  float values[N], total = 0.0f;
+  float values[N], total[2] = {0.0f, 0.0f};  // two chains: each addition waits for the one before it
   to_floats(pack, values);
 #pragma unroll
-  for (int j = 0; j < N; ++j) total += values[j] * values[j];
-  return total;
+  for (int j = 0; j < N; ++j) total[j % 2] = fmaf(values[j], values[j], total[j % 2]);
+  return total[0] + total[1];
 }
 
 template <typename T, typename W, int N>
@@ -50,21 +53,24 @@ __device__ __forceinline__ Pack<T, N> scaled(const Pack<T, N>& pack, float inver
   return from_floats<T>(values);
 }
 
-template <typename T, typename W, int N, int PACKS, bool ADD>
+// WARPS: of a row, which they then fill exactly; 0: any row, as many threads as blockDim.x says.
+template <typename T, typename W, int N, int PACKS, int WARPS, bool ADD>
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm norm) {
   using Data = Pack<T, N>;
   using Weights = Pack<W, N>;
   // Weights of a thread that holds much of a row would not fit beside it; then the row hides their latency.
   constexpr bool kWeightsFirst = PACKS * sizeof(Weights) <= 64;
-  __shared__ float scratch[kMaxWarps][1];
+  __shared__ alignas(16) float scratch[kMaxWarps][1];
 
+  const int threads = WARPS > 0 ? WARPS * 32 : blockDim.x;
   const int row_packs = norm.width / N;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool there = row < norm.rows;
+  if (WARPS > 0 && !there) return;  // whole warps: barriers do not wait for them
+  const auto inside = [&](int place) { return WARPS > 0 || (there && place < row_packs); };
   const Data* x = row_of<Data>(norm.x, row, sizeof(T));
   const Weights* weight = static_cast<const Weights*>(norm.weight);
   wait_for_earlier_kernels();
-  let_next_kernel_start();
 
   Data held[PACKS];
   Weights weights[kWeightsFirst ? PACKS : 1];
@@ -75,17 +81,20 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
     Data added[kAtOnce];
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if (there && place < row_packs) {
+      const int place = threadIdx.x + i * threads;
+      if (inside(place)) {
         held[i] = load(x + place);
         if constexpr (ADD) added[i - first] = load(row_of<Data>(norm.residual, row, sizeof(T)) + place);
-        if constexpr (kWeightsFirst) weights[i] = load_shared(weight + place);
+        if constexpr (kWeightsFirst) weights[i] = load(weight + place);
       }
     }
+    // Loads stay in front of this, as they do in front of a barrier. Were the weights loaded as constants, the
+    // assembler would ask for them where they are used.
+    if (first == 0) let_next_kernel_start();
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = threadIdx.x + i * blockDim.x;
-      if (there && place < row_packs) {
+      const int place = threadIdx.x + i * threads;
+      if (inside(place)) {
         if constexpr (ADD) {
           held[i] = add_rounded(held[i], added[i - first]);
           store(row_of<Data>(norm.sum, row, sizeof(T)) + place, held[i]);
@@ -94,12 +103,12 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
       }
     }
   }
-  row_sum(sum, scratch);
+  row_sum<WARPS>(sum, scratch);
   const float inverse = rsqrtf(sum[0] * norm.inverse_width + norm.eps);
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int place = threadIdx.x + i * blockDim.x;
-    if (there && place < row_packs) {
+    const int place = threadIdx.x + i * threads;
+    if (inside(place)) {
       if constexpr (!kWeightsFirst) weights[0] = load_shared(weight + place);
       store(row_of<Data>(norm.out, row, sizeof(T)) + place, scaled(held[i], inverse, weights[kWeightsFirst ? i : 0]));
     }
@@ -141,17 +150,35 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_read_twice(RmsNorm norm)
 
 template <typename T, typename W, int N, int PACKS, bool ADD>
 void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
-  const int needed = (norm.width / N + PACKS - 1) / PACKS;
+  const int row_packs = norm.width / N, needed = (row_packs + PACKS - 1) / PACKS;
   int threads = 1;
   while (threads < 32 && threads < needed) threads *= 2;
   if (needed > 32) threads = (needed + 31) / 32 * 32;
-  // Rows share blocks only where there are more than are at once on the card with half of its threads taken.
-  const bool crowd = norm.rows * threads > static_cast<int64_t>(card().multiprocessors) * 1024;
-  int rows_per_block = crowd ? std::clamp(shape.rows_per_block, 1, kMaxThreads / threads) : 1;
+  int rows_per_block = std::clamp(shape.rows_per_block, 1, kMaxThreads / threads);
   if (threads < 32) rows_per_block = (rows_per_block * threads + 31) / 32 * 32 / threads;  // a block is whole warps
   const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
-  launch(rms_norm_in_registers<T, W, N, PACKS, ADD>, dim3(static_cast<unsigned>(blocks)), dim3(threads, rows_per_block),
-         stream, shape.overlap, 0, norm);
+  const auto run = [&](auto warps) {
+    launch(rms_norm_in_registers<T, W, N, PACKS, decltype(warps)::value, ADD>, dim3(static_cast<unsigned>(blocks)),
+           dim3(threads, rows_per_block), stream, Overlap::kBehindOurs, 0, norm);
+  };
+  if constexpr (N == kFullPack<T> && PACKS <= 4) {
+    const bool exact = threads % 32 == 0 && row_packs == PACKS * threads;
+    switch (exact ? threads / 32 : 0) {  // the widths of common models
+      case 2:
+        return run(std::integral_constant<int, 2>());
+      case 4:
+        return run(std::integral_constant<int, 4>());
+      case 5:
+        return run(std::integral_constant<int, 5>());
+      case 8:
+        return run(std::integral_constant<int, 8>());
+      case 10:
+        return run(std::integral_constant<int, 10>());
+      case 16:
+        return run(std::integral_constant<int, 16>());
+    }
+  }
+  run(std::integral_constant<int, 0>());
 }
 
 template <typename T, typename W, int N, bool ADD>
@@ -165,7 +192,7 @@ void launch_shaped(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
   }
   if (takes(8)) return launch_in_registers<T, W, N, 8, ADD>(norm, shape, stream);
   launch(rms_norm_read_twice<T, W, N, ADD>, dim3(static_cast<unsigned>(norm.rows)), dim3(kMaxThreads), stream,
-         shape.overlap, 0, norm);
+         Overlap::kBehindOurs, 0, norm);
 }
 
 template <typename T, typename W, int N>
@@ -177,7 +204,9 @@ void launch_packed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
 template <typename T, typename W>
 void launch_typed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
   const int elements = pack_elements<T, W>(norm.width, norm.weight, {norm.x, norm.residual, norm.out, norm.sum});
-  if (shape.packs == 0) shape = forward_shape(norm.width / elements, elements == kFullPack<T>);
+  if (shape.packs == 0) {
+    shape = forward_shape(norm.width / elements, elements == kFullPack<T>, norm.rows, norm.residual.data != nullptr);
+  }
   if (elements == kFullPack<T>) return launch_packed<T, W, kFullPack<T>>(norm, shape, stream);
   if constexpr (sizeof(T) == 2) {
     if (elements == 4) return launch_packed<T, W, 4>(norm, shape, stream);
@@ -188,19 +217,21 @@ void launch_typed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
 
 }  // namespace
 
-RowShape forward_shape(int row_packs, bool full_packs) {
+RowShape forward_shape(int row_packs, bool full_packs, int64_t rows, bool add) {
   struct Entry {
-    int row_packs;
-    RowShape shape;
+    int row_packs, packs;
+    int rows_per_block[2][2];  // without and with an addition; at many rows, at very many
   };
   static constexpr Entry kTable[] = {
 #include "norm_shapes.inc"
   };
-  if (!full_packs) return {8, 1, true};
+  constexpr int kMany = 512, kVeryMany = 4096;  // the table was measured at 1024 and at 16384 rows
+  if (!full_packs) return {8, 1};
   for (const Entry& entry : kTable) {
-    if (row_packs <= entry.row_packs) return entry.shape;
+    if (row_packs > entry.row_packs) continue;
+    return {entry.packs, rows < kMany ? 1 : entry.rows_per_block[add][rows >= kVeryMany]};
   }
-  return {8, 1, true};
+  return {8, 1};
 }
 
 void launch_rms_norm(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {

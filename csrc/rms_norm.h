@@ -45,12 +45,12 @@ struct RmsNormBackward {
 // How a row is spread over threads. The order of its sum follows from packs and width alone.
 struct RowShape {
   int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; wider rows take the next that holds them
-  int rows_per_block = 1;  // at large batches; a small batch gives each row a block of its own
-  bool overlap = true;     // programmatic dependent launch
+  int rows_per_block = 1;  // at most; a block has 1024 threads
 };
 
 // The shape that norm_shapes.inc holds for a row of so many packs (of 16 bytes, or less where alignment asks for it).
-RowShape forward_shape(int row_packs, bool full_packs);
+// Packs follow from the row alone, so that a row has the same bits in every batch.
+RowShape forward_shape(int row_packs, bool full_packs, int64_t rows, bool add);
 void launch_rms_norm(const RmsNorm& norm, cudaStream_t stream);
 void launch_rms_norm(const RmsNorm& norm, RowShape shape, cudaStream_t stream);  // for the sweep; packs 0: looked up
 

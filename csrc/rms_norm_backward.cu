@@ -105,9 +105,8 @@ template <typename T, typename W, int N, int PACKS, bool ADD>
 __global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward_in_registers(RmsNormBackward norm) {
   using Data = Pack<T, N>;
   using Weights = Pack<W, N>;
-  // Of what would be wanted in registers, as much as fits: the next row, the products of this one, the weights.
-  constexpr bool kAskAhead = PACKS <= 2, kKeepTerms = PACKS <= 2,
-                 kHoldWeights = PACKS * sizeof(Weights) <= (ADD ? 16 : 32);
+  // Of what would be wanted in registers, as much as fits: the products of this row beside the next one, the weights.
+  constexpr bool kKeepTerms = PACKS <= 2, kHoldWeights = PACKS * sizeof(Weights) <= (ADD ? 16 : 32);
   __shared__ float scratch[2][kMaxWarps][2];  // two, so that one barrier a row is enough
   const int row_packs = norm.width / N;
   wait_for_earlier_kernels();
@@ -125,12 +124,11 @@ __global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward
     const int place = threadIdx.x + i * blockDim.x;
     if (kHoldWeights && place < row_packs) held[i] = ask_weights(place);
   }
-  RowPart<T, N, PACKS> part, ahead;
+  RowPart<T, N, PACKS> part;
   part.ask(norm, blockIdx.x, row_packs);
   int turn = 0;
   for (int64_t row = blockIdx.x; row < norm.rows; row += gridDim.x, turn ^= 1) {
     const int64_t next = row + gridDim.x;
-    if (kAskAhead && next < norm.rows) ahead.ask(norm, next, row_packs);
     Data residual[ADD ? PACKS : 1];
     Terms<N> kept[kKeepTerms ? PACKS : 1];
     float sums[2] = {0.0f, 0.0f};
@@ -144,6 +142,9 @@ __global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward
         terms.add_to(sums);
       }
     }
+    // Only now, into the same registers: asked for earlier, the next row would be counted with the present one, and the
+    // products above would wait for both.
+    if (kKeepTerms && next < norm.rows) part.ask(norm, next, row_packs);
     row_sum(sums, scratch[turn]);
     const RowScale scale = scale_of(sums, norm.inverse_width, norm.eps);
 #pragma unroll
@@ -156,11 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads<PACKS>, kBlocks<PACKS>) backward
               gradient<T, N, ADD>(terms, residual[ADD ? i : 0], scale, share[i]));
       }
     }
-    if constexpr (kAskAhead) {
-      part = ahead;
-    } else if (next < norm.rows) {
-      part.ask(norm, next, row_packs);
-    }
+    if (!kKeepTerms && next < norm.rows) part.ask(norm, next, row_packs);
   }
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
@@ -246,8 +243,6 @@ __global__ void __launch_bounds__(kColumns* kLanes) add_shares(RmsNormBackward n
   }
 }
 
-constexpr bool kOverlap = true;  // programmatic dependent launch, also between the two kernels here
-
 // How a row of so many packs is held: packs a thread (0: too wide), threads a block, blocks a multiprocessor.
 struct BlockPlan {
   int packs, threads, blocks;
@@ -273,20 +268,20 @@ void launch_shaped(const RmsNormBackward& norm, cudaStream_t stream) {
   const dim3 grid(norm.partial_rows), block(plan.threads);
   switch (plan.packs) {
     case 1:
-      launch(backward_in_registers<T, W, N, 1, ADD>, grid, block, stream, kOverlap, 0, norm);
+      launch(backward_in_registers<T, W, N, 1, ADD>, grid, block, stream, Overlap::kBehindOurs, 0, norm);
       break;
     case 2:
-      launch(backward_in_registers<T, W, N, 2, ADD>, grid, block, stream, kOverlap, 0, norm);
+      launch(backward_in_registers<T, W, N, 2, ADD>, grid, block, stream, Overlap::kBehindOurs, 0, norm);
       break;
     case 4:
-      launch(backward_in_registers<T, W, N, 4, ADD>, grid, block, stream, kOverlap, 0, norm);
+      launch(backward_in_registers<T, W, N, 4, ADD>, grid, block, stream, Overlap::kBehindOurs, 0, norm);
       break;
     default:
-      launch(backward_read_twice<T, W, N, ADD>, grid, block, stream, kOverlap, 0, norm);
+      launch(backward_read_twice<T, W, N, ADD>, grid, block, stream, Overlap::kBehindOurs, 0, norm);
   }
   if (plan.packs > 0 && norm.partial_rows == 1) return;  // the one block wrote the weight gradient itself
-  launch(add_shares<W>, dim3((norm.width + kColumns - 1) / kColumns), dim3(kColumns * kLanes), stream, kOverlap, 0,
-         norm);
+  launch(add_shares<W>, dim3((norm.width + kColumns - 1) / kColumns), dim3(kColumns * kLanes), stream, Overlap::kAlways,
+         0, norm);
 }
 
 template <typename T, typename W, int N>
@@ -312,16 +307,19 @@ void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
 
 }  // namespace
 
+constexpr int64_t kCheapShares = 1 << 20;  // bytes that are written and read again at little cost, they stay in L2
+
 int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
-  // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again, so a small batch gives
-  // each four rows at least, and wide rows do not get more than 64 MiB of scratch. Two rows are best left to one block.
+  // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again, so beyond a MiB of
+  // these each gets four rows at least, and wide rows do not get more than 64 MiB of scratch. Two rows are best left to
+  // one.
   if (rows <= 2) return 1;
   const int64_t multiprocessors = card().multiprocessors;
   const int64_t full =
       multiprocessors * plan_block(static_cast<int>((static_cast<int64_t>(width) * size_of(dtype) + 15) / 16)).blocks;
-  const int64_t busy = std::max(multiprocessors, rows / 4);
+  const int64_t cheap = std::max<int64_t>(kCheapShares / (static_cast<int64_t>(width) * 4), rows / 4);
   const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / (static_cast<int64_t>(width) * 4));
-  return static_cast<int>(std::min({rows, full, busy, in_scratch}));
+  return static_cast<int>(std::min({rows, full, cheap, in_scratch}));
 }
 
 void launch_rms_norm_backward(const RmsNormBackward& norm, cudaStream_t stream) {

@@ -54,7 +54,8 @@ ROOFLIGHT_EXPORT int rl_empty(void* stream, int count, int grid, int block, int 
   using namespace rooflight;
   try {
     for (int i = 0; i < count; ++i) {
-      launch(pdl ? empty_overlapped : empty, dim3(grid), dim3(block), static_cast<cudaStream_t>(stream), pdl != 0, 0);
+      launch(pdl ? empty_overlapped : empty, dim3(grid), dim3(block), static_cast<cudaStream_t>(stream),
+             pdl ? Overlap::kAlways : Overlap::kNever, 0);
     }
   } catch (const std::exception&) {
     return error_of(cudaErrorLaunchFailure);
@@ -67,7 +68,7 @@ ROOFLIGHT_EXPORT int rl_read(void* stream, const void* data, size_t bytes, void*
   using namespace rooflight;
   try {
     const int grid = card().multiprocessors * (2048 / kReadThreads);
-    launch(read_all, dim3(grid), dim3(kReadThreads), static_cast<cudaStream_t>(stream), false, 0,
+    launch(read_all, dim3(grid), dim3(kReadThreads), static_cast<cudaStream_t>(stream), Overlap::kNever, 0,
            static_cast<const uint4*>(data), bytes / 16, static_cast<unsigned*>(out));
   } catch (const std::exception&) {
     return error_of(cudaErrorLaunchFailure);
@@ -79,8 +80,8 @@ ROOFLIGHT_EXPORT int rl_read(void* stream, const void* data, size_t bytes, void*
 ROOFLIGHT_EXPORT int rl_chase(void* stream, const void* data, int hops, void* out) {
   using namespace rooflight;
   try {
-    launch(chase, dim3(1), dim3(1), static_cast<cudaStream_t>(stream), false, 0, static_cast<const unsigned*>(data),
-           hops, static_cast<unsigned*>(out));
+    launch(chase, dim3(1), dim3(1), static_cast<cudaStream_t>(stream), Overlap::kNever, 0,
+           static_cast<const unsigned*>(data), hops, static_cast<unsigned*>(out));
   } catch (const std::exception&) {
     return error_of(cudaErrorLaunchFailure);
   }

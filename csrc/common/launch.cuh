@@ -55,10 +55,43 @@ inline const Card& card() {
   return found;
 }
 
-// A launch that may begin while the kernel before it on the stream ends (programmatic dependent launch). Every kernel
-// launched this way calls wait_for_earlier_kernels() before it touches memory. shared: bytes of dynamic shared memory.
+// Whether a launch may begin while the kernel before it ends (programmatic dependent launch).
+//
+// Behind a kernel that lets it start, that saves half a microsecond. Behind one that does not, it costs a fifth of one
+// more than an ordinary launch (docs/norms.md). Only a stream that captures a graph tells what comes before.
+enum class Overlap {
+  kNever,
+  kAlways,      // the caller knows that a kernel of ours comes before
+  kBehindOurs,  // in a graph whose node before this thread captured through `launch`
+};
+
+// Where a stream that captures a graph has got to. node: none if the next one depends on none or on several.
+struct CaptureEnd {
+  bool capturing = false;
+  unsigned long long capture = 0;
+  cudaGraphNode_t node = nullptr;
+};
+
+inline CaptureEnd capture_end(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  if (cudaStreamGetCaptureInfo(stream, &status, &capture, nullptr, &nodes, &edges, &count) != cudaSuccess) {
+    cudaGetLastError();  // the legacy stream while another one captures: the launch reports that itself
+    return {};
+  }
+  if (status != cudaStreamCaptureStatusActive) return {};
+  return {true, capture, count == 1 ? nodes[0] : nullptr};
+}
+
+inline thread_local CaptureEnd last_captured;  // behind the last kernel that this thread captured through `launch`
+
+// Every kernel launched with an overlap calls wait_for_earlier_kernels() before it touches memory, so that overlapping
+// is safe whatever comes before. shared: bytes of dynamic shared memory.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, bool overlap, int shared,
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Overlap overlap, int shared,
             Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
@@ -68,12 +101,17 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
   if (shared > 48 * 1024) {  // more has to be asked for; asking again costs a fraction of a microsecond
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
   }
+  const CaptureEnd before = capture_end(stream);
+  const bool ours_before =
+      before.node != nullptr && before.node == last_captured.node && before.capture == last_captured.capture;
+  const bool overlaps = overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = overlap && card().major >= 9 ? 1 : 0;  // Hopper and later
+  config.numAttrs = overlaps && card().major >= 9 ? 1 : 0;  // Hopper and later
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), "kernel launch");
+  if (before.capturing) last_captured = capture_end(stream);
 }
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {

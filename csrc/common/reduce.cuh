@@ -15,18 +15,19 @@ __device__ __forceinline__ float warp_sum(float value, int width = 32) {
 }
 
 // Sums of K values over the threads of a row, that is over threadIdx.x; the rows of a block are threadIdx.y. A row is
-// less than a warp (a power of two of lanes) or whole warps. `scratch` holds one slot a warp and is free again once
-// the next __syncthreads has passed. Every thread of the block must call it.
-template <int K>
+// less than a warp (a power of two of lanes) or whole warps: WARPS of them, or as many as blockDim.x says. `scratch`
+// holds one slot a warp and is free again once the next __syncthreads has passed. Every thread of the block that has
+// not exited must call it.
+template <int WARPS = 0, int K>
 __device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K]) {
-  if (blockDim.x <= 32) {
+  if (WARPS == 0 && blockDim.x <= 32) {
 #pragma unroll
     for (int k = 0; k < K; ++k) values[k] = warp_sum(values[k], blockDim.x);
     return;
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) values[k] = warp_sum(values[k]);
-  const int warps = blockDim.x / 32;
+  const int warps = WARPS > 0 ? WARPS : blockDim.x / 32;
   float (*mine)[K] = scratch + threadIdx.y * warps;
   if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -36,7 +37,8 @@ __device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K])
 #pragma unroll
   for (int k = 0; k < K; ++k) values[k] = 0.0f;
   // Every thread adds all slots: reads of one address by a whole warp are free, a second round of shuffles is not.
-#pragma unroll 8
+  constexpr int kAtOnce = WARPS > 0 ? WARPS : 8;
+#pragma unroll kAtOnce
   for (int warp = 0; warp < warps; ++warp) {
 #pragma unroll
     for (int k = 0; k < K; ++k) values[k] += mine[warp][k];

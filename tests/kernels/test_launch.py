@@ -1,0 +1,96 @@
+"""How compiled kernels get into a graph: which of them may begin while the kernel before them ends."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from rooflight.kernels import library
+from rooflight.ops import rms_norm, rms_norm_backward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(library.load() is not None, reason=f"no compiled kernels here: {library.load()}"),
+]
+PROGRAMMATIC = 1  # CUgraphDependencyType
+
+
+class EdgeData(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")] + [
+        ("reserved", ctypes.c_ubyte * 5)
+    ]
+
+
+def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
+    """Of every edge of a captured graph, sorted."""
+    get = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
+    handle = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t()
+    assert get(handle, None, None, None, ctypes.byref(count)) == 0
+    ends = [(ctypes.c_void_p * count.value)() for _ in range(2)]
+    data = (EdgeData * count.value)()
+    assert get(handle, *ends, data, ctypes.byref(count)) == 0
+    return sorted(edge.type for edge in data)
+
+
+def captured(x: torch.Tensor, *steps: str) -> torch.cuda.CUDAGraph:
+    """A graph of norms and of PyTorch's kernels."""
+    weight = torch.randn(x.shape[-1], device="cuda")
+    actions = {"norm": lambda: rms_norm(x, weight, 1e-6, backend="cuda"), "other": lambda: x.add_(1)}
+    for action in actions.values():
+        action()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for step in steps:
+            actions[step]()
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("steps", "overlapping"),
+    [
+        (("norm",), []),
+        (("norm", "norm", "norm"), [PROGRAMMATIC, PROGRAMMATIC]),
+        (("other", "norm"), [0]),
+        (("norm", "other", "norm"), [0, 0]),
+    ],
+)
+def test_only_a_kernel_behind_one_of_ours_overlaps(steps: tuple[str, ...], overlapping: list[int]) -> None:
+    """Behind a kernel that does not let the next one start, an overlapping launch takes longer than an ordinary one."""
+    graph = captured(torch.randn(4, 1024, device="cuda"), *steps)
+    assert edge_types(graph) == overlapping
+
+
+def test_the_second_kernel_of_an_operator_overlaps_the_first() -> None:
+    x, grad, weight = (torch.randn(*size, device="cuda") for size in ((8, 1024), (8, 1024), (1024,)))
+    rms_norm_backward(grad, x, weight, 1e-6, backend="cuda")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        rms_norm_backward(grad, x, weight, 1e-6, backend="cuda")
+    assert edge_types(graph) == [0, PROGRAMMATIC]
+
+
+def test_captures_of_two_streams_do_not_mix() -> None:
+    """What was captured last on one stream is not what comes before on another."""
+    x, weight, other = (torch.randn(*size, device="cuda") for size in ((4, 1024), (1024,), (1024,)))
+    rms_norm(x, weight, 1e-6, backend="cuda")
+    graph, side = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        rms_norm(x, weight, 1e-6, backend="cuda")
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            other.add_(1)
+        one = rms_norm(x, weight, 1e-6, backend="cuda")  # behind the first norm, though a kernel was captured since
+        main.wait_stream(side)
+        two = rms_norm(x, weight, 1e-6, backend="cuda")  # behind two kernels
+    assert edge_types(graph).count(PROGRAMMATIC) == 1
+    graph.instantiate()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert one.isfinite().all()
+    assert torch.equal(two, rms_norm(x, weight, 1e-6, backend="cuda"))
