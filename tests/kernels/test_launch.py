@@ -29,6 +29,8 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     count = ctypes.c_size_t()
     assert get(handle, None, None, None, ctypes.byref(count)) == 0
+    if count.value == 0:
+        return []
     ends = [(ctypes.c_void_p * count.value)() for _ in range(2)]
     data = (EdgeData * count.value)()
     assert get(handle, *ends, data, ctypes.byref(count)) == 0
