@@ -45,7 +45,7 @@ struct RmsNormBackward {
 // How a row is spread over threads. The order of its sum follows from packs and width alone.
 struct RowShape {
   int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; wider rows take the next that holds them
-  int rows_per_block = 1;  // at most; a block has 1024 threads
+  int rows_per_block = 1;  // as far as 1024 threads go; more where a row is less than a warp
 };
 
 // The shape that norm_shapes.inc holds for a row of so many packs (of 16 bytes, or less where alignment asks for it).

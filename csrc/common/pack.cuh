@@ -78,9 +78,10 @@ __device__ __forceinline__ Pack<T, N> from_floats(const float (&values)[N]) {
   return pack;
 }
 
-// Loads and stores of one pack. `load` is a plain one, because in-place kernels write where they have read, and because
-// a hint costs: with L1::no_allocate on rows, and plain stores, an H200 lost 5 % at large shapes (docs/lab).
-// `load_shared` is the non-coherent load, for what every block reads and none writes.
+// Loads and stores of one pack. `load` is a plain one: in-place kernels write where they have read; it stays in front
+// of a barrier, where a non-coherent load may be moved behind it; and a hint costs: with L1::no_allocate on rows, and
+// plain stores, an H200 lost 5 % at large shapes (docs/lab). `load_shared` is the non-coherent load, for what every
+// block reads and none writes.
 template <typename P>
 __device__ __forceinline__ P load(const P* from) {
   P pack;

@@ -27,6 +27,7 @@ __device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K])
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) values[k] = warp_sum(values[k]);
+  if (WARPS == 1) return;
   const int warps = WARPS > 0 ? WARPS : blockDim.x / 32;
   float (*mine)[K] = scratch + threadIdx.y * warps;
   if (threadIdx.x % 32 == 0) {
