@@ -308,13 +308,13 @@ void launch_typed(const RmsNormBackward& norm, cudaStream_t stream) {
 }  // namespace
 
 int backward_partial_rows(int64_t rows, int width, Dtype dtype) {
-  // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again: beyond a MiB of these,
-  // which stay in L2, each block gets four rows at least. Two rows are best left to one block. Rows too wide for
-  // registers have their shares in memory anyway; these take 64 MiB at most.
+  // Blocks enough to fill the multiprocessors; but each writes a row of FP32 that is read again: beyond 64 blocks and a
+  // MiB of these, each gets four rows at least. Two rows are best left to one block. Rows too wide for registers have
+  // their shares in memory anyway; these take 64 MiB at most.
   if (rows <= 2) return 1;
   const BlockPlan plan = plan_block(static_cast<int>((static_cast<int64_t>(width) * size_of(dtype) + 15) / 16));
   const int64_t multiprocessors = card().multiprocessors, row_bytes = static_cast<int64_t>(width) * 4;
-  const int64_t cheap = plan.packs > 0 ? (1 << 20) / row_bytes : multiprocessors;
+  const int64_t cheap = plan.packs > 0 ? std::max<int64_t>(64, (1 << 20) / row_bytes) : multiprocessors;
   const int64_t in_scratch = std::max<int64_t>(1, (64 << 20) / row_bytes);
   return static_cast<int>(std::min({rows, multiprocessors * plan.blocks, std::max(cheap, rows / 4), in_scratch}));
 }

@@ -26,11 +26,12 @@ def test_every_spread_of_rows(row_packs: int, types: tuple[torch.dtype, torch.dt
     dtype, weight_dtype = types
     width = row_packs * 16 // dtype.itemsize
     generator = torch.Generator("cuda").manual_seed(row_packs)
-    x, residual = (torch.randn(max(ROWS) + 2, width, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    every = ROWS if row_packs <= 512 else ROWS[:4]  # enough memory is moved as it is
+    x, residual = (torch.randn(max(every) + 2, width, generator=generator, device="cuda").to(dtype) for _ in range(2))
     weight = torch.randn(width, generator=generator, device="cuda").to(weight_dtype)
     expected = ops.fused_add_rms_norm(x, residual, weight, 1e-6, backend="ref")
     first = None
-    for rows in ROWS:
+    for rows in every:
         inside = slice(1, rows + 1)
         out, total = x.clone(), residual.clone()
         ops.fused_add_rms_norm_(out[inside], total[inside], weight, 1e-6, backend="cuda")
