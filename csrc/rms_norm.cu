@@ -54,20 +54,23 @@ __device__ __forceinline__ Pack<T, N> scaled(const Pack<T, N>& pack, float inver
   return from_floats<T>(values);
 }
 
-// WARPS: of a row, which they then fill exactly; 0: any row, as many threads as blockDim.x says.
+// WARPS: of a row, which they then fill exactly, and rows the blocks; 0: any row, in blocks of (threads, rows).
 template <typename T, typename W, int N, int PACKS, int WARPS, bool ADD>
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm norm) {
   using Data = Pack<T, N>;
   using Weights = Pack<W, N>;
   // Weights of a thread that holds much of a row would not fit beside it; then the row hides their latency.
   constexpr bool kWeightsFirst = PACKS * sizeof(Weights) <= 64;
-  __shared__ alignas(16) float scratch[kMaxWarps][1];
+  constexpr int kSums = PACKS == 4 ? 2 : 1;  // one for each of two threads that would have two packs
+  __shared__ alignas(16) float scratch[kMaxWarps][kSums];
 
-  const int threads = WARPS > 0 ? WARPS * 32 : blockDim.x;
   const int row_packs = norm.width / N;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool there = row < norm.rows;
-  if (WARPS > 0 && !there) return;  // whole warps: barriers do not wait for them
+  const int threads = WARPS > 0 ? WARPS * 32 : blockDim.x;
+  const int thread = WARPS > 0 ? threadIdx.x % threads : threadIdx.x;
+  const int row_in_block = WARPS > 0 ? threadIdx.x / threads : threadIdx.y;
+  const int rows_in_block = WARPS > 0 ? blockDim.x / threads : blockDim.y;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_in_block + row_in_block;
+  const bool there = WARPS > 0 || row < norm.rows;
   const auto inside = [&](int place) { return WARPS > 0 || (there && place < row_packs); };
   const Data* x = row_of<Data>(norm.x, row, sizeof(T));
   const Weights* weight = static_cast<const Weights*>(norm.weight);
@@ -75,14 +78,14 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
 
   Data held[PACKS];
   Weights weights[kWeightsFirst ? PACKS : 1];
-  float sum[1] = {0.0f};
-  constexpr int kAtOnce = PACKS < 4 ? PACKS : 4;  // packs of x and of the residual in flight; more would spill
+  float sums[kSums] = {};
+  constexpr int kAtOnce = PACKS < 4 ? PACKS : PACKS == 8 && ADD ? 2 : 4;  // packs of a row in flight; more would spill
 #pragma unroll
   for (int first = 0; first < PACKS; first += kAtOnce) {
     Data added[kAtOnce];
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = threadIdx.x + i * threads;
+      const int place = thread + i * threads;
       if (inside(place)) {
         held[i] = load(x + place);
         if constexpr (ADD) added[i - first] = load(row_of<Data>(norm.residual, row, sizeof(T)) + place);
@@ -94,21 +97,22 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
     if (first == 0) let_next_kernel_start();
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = threadIdx.x + i * threads;
+      const int place = thread + i * threads;
       if (inside(place)) {
         if constexpr (ADD) {
           held[i] = add_rounded(held[i], added[i - first]);
           store(row_of<Data>(norm.sum, row, sizeof(T)) + place, held[i]);
         }
-        sum[0] += squares(held[i]);
+        sums[i % kSums] += squares(held[i]);
       }
     }
   }
-  row_sum<WARPS>(sum, scratch);
-  const float inverse = rsqrtf(fmaf(sum[0], norm.inverse_width, norm.eps));
+  row_sum<WARPS, PACKS == 2>(sums, scratch, thread, row_in_block);
+  const float sum = kSums == 2 ? sums[0] + sums[kSums - 1] : sums[0];
+  const float inverse = rsqrtf(fmaf(sum, norm.inverse_width, norm.eps));
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int place = threadIdx.x + i * threads;
+    const int place = thread + i * threads;
     if (inside(place)) {
       if constexpr (!kWeightsFirst) weights[0] = load_shared(weight + place);
       store(row_of<Data>(norm.out, row, sizeof(T)) + place, scaled(held[i], inverse, weights[kWeightsFirst ? i : 0]));
@@ -158,7 +162,8 @@ bool run_with_one_of(std::integer_sequence<int, WARPS...>, int threads, Run run)
 template <int PACKS, typename Run>
 bool run_with(int threads, Run run) {
   if constexpr (PACKS == 1) return run_with_one_of(std::integer_sequence<int, 2, 3, 4, 6, 8, 10>(), threads, run);
-  if constexpr (PACKS == 2) return run_with_one_of(std::integer_sequence<int, 1, 2, 4, 5, 8, 16>(), threads, run);
+  if constexpr (PACKS == 2)
+    return run_with_one_of(std::integer_sequence<int, 1, 2, 4, 6, 8, 10, 12, 14, 16>(), threads, run);
   if constexpr (PACKS == 4)
     return run_with_one_of(std::integer_sequence<int, 3, 4, 5, 6, 7, 8, 10, 16>(), threads, run);
   return false;
@@ -167,18 +172,24 @@ bool run_with(int threads, Run run) {
 template <typename T, typename W, int N, int PACKS, bool ADD>
 void launch_in_registers(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
   const int row_packs = norm.width / N, needed = (row_packs + PACKS - 1) / PACKS;
+  constexpr int kStep = PACKS == 2 ? 64 : 32;  // for halves of whole warps
   int threads = 1;
   while (threads < 32 && threads < needed) threads *= 2;
-  if (needed > 32) threads = (needed + 31) / 32 * 32;
+  if (needed > 32) threads = (needed + kStep - 1) / kStep * kStep;
   int rows_per_block = std::clamp(shape.rows_per_block, 1, kMaxThreads / threads);
   if (threads < 32) rows_per_block = (rows_per_block * threads + 31) / 32 * 32 / threads;  // a block is whole warps
-  const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
   const auto run = [&](auto warps) {
+    if (warps > 0) {
+      while (norm.rows % rows_per_block != 0) rows_per_block /= 2;
+    }
+    const int64_t blocks = (norm.rows + rows_per_block - 1) / rows_per_block;
     launch(rms_norm_in_registers<T, W, N, PACKS, warps, ADD>, dim3(static_cast<unsigned>(blocks)),
-           dim3(threads, rows_per_block), stream, Overlap::kBehindOurs, 0, norm);
+           warps > 0 ? dim3(threads * rows_per_block) : dim3(threads, rows_per_block), stream, Overlap::kBehindOurs, 0,
+           norm);
     return true;
   };
-  if (row_packs == PACKS * threads && run_with<N == kFullPack<T> ? PACKS : 0>(threads, run)) return;
+  if (row_packs == PACKS * threads && run_with < N == kFullPack<T> && !(ADD && PACKS == 4) ? PACKS : 0 > (threads, run))
+    return;
   run(std::integral_constant<int, 0>());
 }
 
@@ -220,8 +231,8 @@ void launch_typed(const RmsNorm& norm, RowShape shape, cudaStream_t stream) {
 
 RowShape forward_shape(int row_packs, bool full_packs, int64_t rows, bool add) {
   struct Entry {
-    int row_packs, packs;
-    int rows_per_block[2][2];  // without and with an addition; at many rows, at very many
+    int row_packs;
+    RowShape shapes[2][3];  // alone and with an addition; few, many and very many rows
   };
   static constexpr Entry kTable[] = {
 #include "norm_shapes.inc"
@@ -229,8 +240,7 @@ RowShape forward_shape(int row_packs, bool full_packs, int64_t rows, bool add) {
   constexpr int kMany = 512, kVeryMany = 4096;  // half way between the 256, 1024 and 16384 rows that were measured
   if (!full_packs) return {8, 1};
   for (const Entry& entry : kTable) {
-    if (row_packs > entry.row_packs) continue;
-    return {entry.packs, rows < kMany ? 1 : entry.rows_per_block[add][rows >= kVeryMany]};
+    if (row_packs <= entry.row_packs) return entry.shapes[add][(rows >= kMany) + (rows >= kVeryMany)];
   }
   return {8, 1};
 }

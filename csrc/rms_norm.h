@@ -19,14 +19,17 @@ struct Rows {
 };
 
 // out = rms_norm(x) * weight, or, with a residual, sum = round(x + residual) and out = rms_norm(sum) * weight.
-// out may be x and sum may be residual.
+// out may be x and sum may be residual. What a kernel needs first stands first: a constant that is not in its cache
+// yet holds up a launch of few rows.
 struct RmsNorm {
-  Rows x, residual, out, sum;  // residual.data == nullptr: no addition
+  Rows x;
   const void* weight = nullptr;
-  Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
+  Rows residual;                           // residual.data == nullptr: no addition
+  float inverse_width = 0.0f, eps = 0.0f;  // a division in the kernel would stand on the critical path
+  Rows out, sum;
   int64_t rows = 0;
   int width = 0;
-  float inverse_width = 0.0f, eps = 0.0f;  // a division in the kernel would stand on the critical path
+  Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
 };
 
 // grad_x and grad_weight of rms_norm. With grad_residual, that is added to grad_x before it is rounded.
@@ -42,14 +45,14 @@ struct RmsNormBackward {
   float inverse_width = 0.0f, eps = 0.0f;  // a division in the kernel would stand on the critical path
 };
 
-// How a row is spread over threads. The order of its sum follows from packs and width alone.
+// How a row is spread over threads.
 struct RowShape {
   int packs = 0;           // packs a thread holds: 1, 2, 4 or 8; wider rows take the next that holds them
   int rows_per_block = 1;  // as far as 1024 threads go; more where a row is less than a warp
 };
 
 // The shape that norm_shapes.inc holds for a row of so many packs (of 16 bytes, or less where alignment asks for it).
-// Packs follow from the row alone, so that a row has the same bits in every batch.
+// The order of a row's sum follows from the width alone, whatever the batch: see row_sum.
 RowShape forward_shape(int row_packs, bool full_packs, int64_t rows, bool add);
 void launch_rms_norm(const RmsNorm& norm, cudaStream_t stream);
 void launch_rms_norm(const RmsNorm& norm, RowShape shape, cudaStream_t stream);  // for the sweep; packs 0: looked up

@@ -74,13 +74,14 @@ struct CaptureEnd {
 };
 
 inline CaptureEnd capture_end(cudaStream_t stream) {
+  if (stream == nullptr || stream == cudaStreamLegacy) return {};  // cannot capture, and asking takes time
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
   const cudaGraphNode_t* nodes = nullptr;
   const cudaGraphEdgeData* edges = nullptr;
   size_t count = 0;
   if (cudaStreamGetCaptureInfo(stream, &status, &capture, nullptr, &nodes, &edges, &count) != cudaSuccess) {
-    cudaGetLastError();  // the legacy stream while another one captures: the launch reports that itself
+    cudaGetLastError();  // the launch reports what is wrong
     return {};
   }
   if (status != cudaStreamCaptureStatusActive) return {};

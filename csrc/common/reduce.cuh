@@ -14,12 +14,15 @@ __device__ __forceinline__ float warp_sum(float value, int width = 32) {
   return value;
 }
 
-// Sums of K values over the threads of a row, that is over threadIdx.x; the rows of a block are threadIdx.y. A row is
-// less than a warp (a power of two of lanes) or whole warps: WARPS of them, or as many as blockDim.x says. `scratch`
-// holds one slot a warp and is free again once the next __syncthreads has passed. Every thread of the block that has
-// not exited must call it.
-template <int WARPS = 0, int K>
-__device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K]) {
+// Sums of K values over the threads of a row: less than a warp (a power of two of lanes) or whole warps, WARPS of them
+// or as many as blockDim.x says. `thread` is within the row. `scratch` holds one slot for each of the row's warps and
+// is free again once the next __syncthreads has passed. Every thread of the block must call it.
+//
+// HALVES adds the first half of the warps and the second apart. So a thread with two packs of a row sums in the same
+// order as one of half as many threads that keeps two sums for its four: packs 0 and 2, packs 1 and 3.
+template <int WARPS = 0, bool HALVES = false, int K>
+__device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K], int thread = threadIdx.x,
+                                        int row = 0) {
   if (WARPS == 0 && blockDim.x <= 32) {
 #pragma unroll
     for (int k = 0; k < K; ++k) values[k] = warp_sum(values[k], blockDim.x);
@@ -27,22 +30,26 @@ __device__ __forceinline__ void row_sum(float (&values)[K], float (*scratch)[K])
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) values[k] = warp_sum(values[k]);
-  if (WARPS == 1) return;
-  const int warps = WARPS > 0 ? WARPS : blockDim.x / 32;
-  float (*mine)[K] = scratch + threadIdx.y * warps;
-  if (threadIdx.x % 32 == 0) {
+  if constexpr (WARPS != 1) {
+    const int warps = WARPS > 0 ? WARPS : blockDim.x / 32;
+    scratch += row * warps;
+    if (thread % 32 == 0) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) mine[threadIdx.x / 32][k] = values[k];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < K; ++k) values[k] = 0.0f;
-  // Every thread adds all slots: reads of one address by a whole warp are free, a second round of shuffles is not.
-  constexpr int kAtOnce = WARPS > 0 ? WARPS : 8;
+      for (int k = 0; k < K; ++k) scratch[thread / 32][k] = values[k];
+    }
+    __syncthreads();
+    constexpr int kAtOnce = WARPS > 0 ? WARPS : 4;
+    // Every thread adds all slots: reads of one address by a whole warp are free, a second round of shuffles is not.
+    const auto sum = [&](int first, int end, int k) {
+      float total = 0.0f;
 #pragma unroll kAtOnce
-  for (int warp = 0; warp < warps; ++warp) {
+      for (int warp = first; warp < end; ++warp) total += scratch[warp][k];
+      return total;
+    };
 #pragma unroll
-    for (int k = 0; k < K; ++k) values[k] += mine[warp][k];
+    for (int k = 0; k < K; ++k) {
+      values[k] = HALVES ? sum(0, warps / 2, k) + sum(warps / 2, warps, k) : sum(0, warps, k);
+    }
   }
 }
 
