@@ -71,10 +71,12 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
   const int rows_in_block = WARPS > 0 ? blockDim.x / threads : blockDim.y;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_in_block + row_in_block;
   const bool there = WARPS > 0 || row < norm.rows;
-  const auto inside = [&](int place) { return WARPS > 0 || (there && place < row_packs); };
-  const Data* x = row_of<Data>(norm.x, row, sizeof(T));
-  const Weights* weight = static_cast<const Weights*>(norm.weight);
-  wait_for_earlier_kernels();
+  const auto inside = [&](int i) { return WARPS > 0 || (there && thread + i * threads < row_packs); };
+  const auto mine = [&](const Rows& rows) { return row_of<Data>(rows, row, sizeof(T)) + thread; };
+  const Data* x = mine(norm.x);
+  const Data* residual = ADD ? mine(norm.residual) : nullptr;
+  const Weights* weight = static_cast<const Weights*>(norm.weight) + thread;
+  wait_for_earlier_kernels_knowing(x, residual, weight);
 
   Data held[PACKS];
   Weights weights[kWeightsFirst ? PACKS : 1];
@@ -85,11 +87,10 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
     Data added[kAtOnce];
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = thread + i * threads;
-      if (inside(place)) {
-        held[i] = load(x + place);
-        if constexpr (ADD) added[i - first] = load(row_of<Data>(norm.residual, row, sizeof(T)) + place);
-        if constexpr (kWeightsFirst) weights[i] = load(weight + place);
+      if (inside(i)) {
+        held[i] = load(x + i * threads);
+        if constexpr (ADD) added[i - first] = load(residual + i * threads);
+        if constexpr (kWeightsFirst) weights[i] = load(weight + i * threads);
       }
     }
     // Loads stay in front of this, as they do in front of a barrier. Were the weights loaded as constants, the
@@ -97,11 +98,10 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
     if (first == 0) let_next_kernel_start();
 #pragma unroll
     for (int i = first; i < first + kAtOnce; ++i) {
-      const int place = thread + i * threads;
-      if (inside(place)) {
+      if (inside(i)) {
         if constexpr (ADD) {
           held[i] = add_rounded(held[i], added[i - first]);
-          store(row_of<Data>(norm.sum, row, sizeof(T)) + place, held[i]);
+          store(mine(norm.sum) + i * threads, held[i]);
         }
         sums[i % kSums] += squares(held[i]);
       }
@@ -112,10 +112,9 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_in_registers(RmsNorm nor
   const float inverse = rsqrtf(fmaf(sum, norm.inverse_width, norm.eps));
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int place = thread + i * threads;
-    if (inside(place)) {
-      if constexpr (!kWeightsFirst) weights[0] = load_shared(weight + place);
-      store(row_of<Data>(norm.out, row, sizeof(T)) + place, scaled(held[i], inverse, weights[kWeightsFirst ? i : 0]));
+    if (inside(i)) {
+      if constexpr (!kWeightsFirst) weights[0] = load_shared(weight + i * threads);
+      store(mine(norm.out) + i * threads, scaled(held[i], inverse, weights[kWeightsFirst ? i : 0]));
     }
   }
 }

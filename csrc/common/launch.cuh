@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <stdint.h>
 
 #include <stdexcept>
 #include <string>
@@ -120,6 +121,16 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same, once the addresses are known. The assembler would put a plain wait first, and what could be done while
+// waiting behind it; so the wait depends on what no address is. (These are never null together.)
+template <typename... Pointers>
+__device__ __forceinline__ void wait_for_earlier_kernels_knowing(Pointers... addresses) {
+#if __CUDA_ARCH__ >= 900
+  const auto bits = (reinterpret_cast<uintptr_t>(addresses) | ...);
+  asm volatile("{ .reg .pred known; setp.ne.u64 known, %0, 0; @known griddepcontrol.wait; }" ::"l"(bits) : "memory");
 #endif
 }
 
