@@ -11,6 +11,7 @@ sums are FP32 (FP64 for FP64), LSE is the natural logarithm of the sum of expone
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,15 +213,20 @@ def host_lengths(args: Mapping[str, Any], hints: Mapping[str, Any], name: str) -
     return tensor.tolist()
 
 
+def _seen(length: int, window: int) -> int:
+    """Keys that the rows at positions 0 … length - 1 see, all together."""
+    full = min(length, window) if window else length
+    return full * (full + 1) // 2 + (length - full) * window
+
+
 def attention_cost(args: Mapping[str, Any], lengths: Sequence[int], query_lens: Sequence[int]) -> Cost:
     """K and V of every key that some row sees are read once a KV head; two products a visible pair and head."""
     q, k_cache, window = args["q"], args["k_cache"], args["window"]
     lse = 4 * q.shape[0] * q.shape[1] if args["return_lse"] else 0
     pairs = keys = 0
-    for length, rows in zip(lengths, query_lens, strict=True):
-        ends = range(length - rows + 1, length + 1)  # keys up to and including each row's own
-        pairs += sum(max(0, min(end, window) if window else end) for end in ends)
-        keys += min(length, window + rows - 1) if window else length
+    for (length, rows), count in Counter(zip(lengths, query_lens, strict=True)).items():  # a batch is often all alike
+        pairs += count * (_seen(length, window) - _seen(max(0, length - rows), window))
+        keys += count * (min(length, window + rows - 1) if window else length)
     read = (q.numel() + 2 * keys * k_cache.shape[1] * q.shape[2]) * q.element_size() + 4 * args["block_table"].numel()
     return Cost(
         read,
