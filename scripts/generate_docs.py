@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import norm_tables
+import roofline_tables
 from norm_tables import markdown
 
 import rooflight
@@ -23,7 +24,7 @@ from rooflight.kernels.providers import CUDA, TRITON
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/norms.md")
+FILES = ("README.md", "docs/norms.md", "docs/roofline.md")
 PROVIDERS = {"ref": (), "triton": TRITON, "cuda": CUDA}
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "operators": operator_table,
     "models": model_table,
     **norm_tables.TABLES,
+    **roofline_tables.TABLES,
 }
 
 

@@ -1,0 +1,133 @@
+"""Tables of docs/roofline.md: what `rooflight explain` says, so that no figure there is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from norm_tables import markdown
+
+from rooflight.limits.accuracy import accuracy
+from rooflight.limits.advice import what_if
+from rooflight.limits.ceilings import ceilings, known
+from rooflight.limits.explanation import Explanation, explain
+from rooflight.limits.scenario import Scenario
+from rooflight.limits.trace import Step
+from rooflight.models.load import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, GPU = "random:qwen3-0.6b", "h200"
+CONFIG = load_config(MODEL)
+
+
+def step(phase: str = "decode", batch: int = 1, context: int = 1024, gpu: str = GPU) -> Explanation:
+    return explain(MODEL, CONFIG, Scenario(Step(phase, batch, context), gpu))
+
+
+def time(microseconds: float) -> str:
+    if microseconds >= 10_000:
+        return f"{microseconds / 1e3:,.1f} ms"
+    return f"{microseconds:,.2f}" if microseconds < 10 else f"{microseconds:,.0f}"
+
+
+def origin(found: Explanation) -> str:
+    return f"\nQwen3-0.6B, BF16, {found.card.name}; ceilings {found.card.origin}.\n"
+
+
+def operators() -> str:
+    found = step()
+    rows = [
+        [
+            f"`{row.operator}` {row.label}".strip(),
+            str(row.calls),
+            f"{row.bytes / 1e6:,.1f}",
+            f"{row.flops / 1e9:,.2f}",
+            f"{row.intensity:.1f}",
+            row.wall,
+            time(row.limit_us),
+            f"{row.share:.0%}",
+        ]
+        for row in found.rows
+    ]
+    total = [str(found.launches), f"{found.bytes / 1e6:,.1f}", f"{found.flops / 1e9:,.2f}", ""]
+    rows.append(["one after the other", *total, "", time(found.graph_us), ""])
+    rows.append(["all overlapped", *total, found.stream_wall, time(found.stream_us), ""])
+    rows.append(["launched one by one by the host", str(found.launches), "", "", "", "launch", time(found.host_us), ""])
+    header = ["decode of one sequence, 1024 tokens in the cache", "calls", "MB", "GFLOP", "FLOP/B", "wall", "limit µs"]
+    return markdown([*header, "share"], rows, right=1) + origin(found)
+
+
+def batches() -> str:
+    rows = []
+    for batch in (1, 8, 32, 128, 512):
+        found = step(batch=batch)
+        rows.append(
+            [
+                f"{batch}",
+                f"{found.flops / found.bytes:.1f}",
+                time(found.stream_us),
+                f"{found.tokens_per_s:,.0f}",
+                f"{found.kv_bytes / found.bytes:.0%}",
+                f"{found.memory.total / 1e9:,.1f}",
+            ]
+        )
+    rows.append(_prefill_row())
+    header = ["sequences", "FLOP/B", "step limit µs", "tokens/s", "KV, of the bytes", "memory GB"]
+    return markdown(header, rows, right=1) + origin(step())
+
+
+def _prefill_row() -> list[str]:
+    found = step("prefill", 1, 8192)
+    figures = [f"{found.flops / found.bytes:.0f}", time(found.stream_us), f"{found.tokens_per_s:,.0f}"]
+    share = f"{found.kv_bytes / found.bytes:.0%}"
+    return ["prefill of 8192 tokens", *figures, share, f"{found.memory.total / 1e9:,.1f}"]
+
+
+def formats() -> str:
+    scenario = Scenario(Step("decode", 1, 8192), GPU)
+    changes = what_if(MODEL, CONFIG, scenario, "head=w8,weights=w8,kv=fp8,tp=2")
+    found = [("as it is", changes[0].before, 1.0), *((f"`{c.what}`", c.after, c.gain) for c in changes)]
+    rows = [
+        [name, f"{e.bytes / 1e6:,.0f}", time(e.stream_us), time(e.graph_us), f"{gain:.2f}"] for name, e, gain in found
+    ]
+    header = ["what if, at 8192 tokens", "MB", "step limit µs", "as kernels µs", "times as fast"]
+    return markdown(header, rows, right=1) + origin(changes[0].before)
+
+
+def cards() -> str:
+    rows = []
+    for key in known():
+        found, card = step(context=0, gpu=key), ceilings(key)
+        read, product = f"{card.read_rate(1e12) / 1e12:.2f}", f"{card.flops['bf16'] / 1e12:,.0f}"
+        kind = "measured" if card.measured else "data sheet"
+        rows.append([f"`{key}`", kind, read, product, f"{found.ridge:,.0f}", time(found.stream_us)])
+    header = ["card", "ceilings", "read TB/s", "BF16 TFLOP/s", "ridge FLOP/B", "decode limit µs"]
+    sheet = ceilings(GPU).fractions
+    note = (
+        f"\nQwen3-0.6B, one sequence, empty cache. Data sheets are multiplied by what the H200 reached of its own: "
+        f"{sheet['read']:.0%} of the bandwidth in reading, {sheet['bf16']:.0%} of the BF16 rate.\n"
+    )
+    return markdown(header, rows, right=2) + note
+
+
+def judged() -> str:
+    rows: list[Sequence[str]] = []
+    missing = []
+    for fit in accuracy(CONFIG, ceilings(GPU), ROOT / "results" / GPU):
+        if fit.overhead_us is None or fit.median_error is None or fit.worst_error is None or fit.fraction is None:
+            missing.append(f"`{fit.operator}`")
+            continue
+        figures = [f"{fit.overhead_us:.2f}", f"{fit.fraction:.0%}", str(fit.judged_rows)]
+        errors = [f"{fit.median_error:.0%}", f"{fit.worst_error:.0%}"]
+        rows.append([f"`{fit.operator}`", fit.protocol.removesuffix("_us"), str(fit.fitted_rows), *figures, *errors])
+    header = ["operator", "caches", "rows", "start µs", "of copy", "judged on", "median error", "worst"]
+    return markdown(header, rows, right=2) + f"\nNot measured: {', '.join(dict.fromkeys(missing))}.\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "roofline-operators": operators,
+    "roofline-batches": batches,
+    "roofline-formats": formats,
+    "roofline-cards": cards,
+    "roofline-accuracy": judged,
+}

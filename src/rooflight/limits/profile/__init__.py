@@ -1,0 +1,1 @@
+"""What a profiler trace says: events, times, families of kernels, walls."""

@@ -1,0 +1,180 @@
+"""Take a step apart: run the decoder on tensors without values and write down every operator that it calls.
+
+The decoder is the one that serves; there is no second list of what a model does. On meta tensors a step of any model,
+batch and context takes about a second and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooflight import ops
+from rooflight.models.config import ModelConfig
+from rooflight.models.decoder import Decoder, Linear
+from rooflight.ops import REGISTRY, AttentionMeta, Cost
+
+PAGE_SIZE = 16
+PHASES = ("decode", "prefill")
+MAX_BATCH = 1_000_000
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call of a step.
+
+    label: the parameter that it reads ("qkv", "head"), or "" where it reads none. layer: None outside of the layers.
+    dtype: of the values it computes with. weight_elements: of parameters, read whole. kv_elements: of the KV cache.
+    """
+
+    operator: str
+    label: str
+    layer: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cost: Cost
+    weight_elements: int = 0
+    kv_elements: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Within the context, the calls of our operators, and of PyTorch's that move data, in `calls`.
+
+    hints: host values that operators' costs need on tensors without values (`seq_lens`, `query_lens`).
+    """
+
+    def __init__(self, decoder: Decoder, hints: Mapping[str, Any] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self._hints = dict(hints or {})
+        self._names = parameter_names(decoder)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == ops.contract.NAMESPACE:
+            self.calls.append(self._ours(name, args))
+        elif namespace == "aten" and (call := _copying(name, args, result)) is not None:
+            self.calls.append(call)
+        return result
+
+    def _ours(self, name: str, args: tuple[Any, ...]) -> Call:
+        operator = REGISTRY[name]
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        cost = operator.cost_of(*args, **self._hints)
+        names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
+        layer, label = names[0] if names else (None, "")
+        if name == "embedding":
+            label = "embed"  # a tied one has the head's name too
+        whole = 0 if name == "embedding" else sum(t.numel() for t in tensors if id(t) in self._names)
+        kv = 0
+        if "seq_lens" in self._hints and name.endswith("_attention"):
+            none = {key: [0] * len(value) for key, value in self._hints.items()}
+            moved = cost.bytes_read - operator.cost_of(*args, **none).bytes_read
+            kv = moved // tensors[0].element_size()
+        floats = [t for t in tensors if t.is_floating_point()]
+        return Call(name, label, layer, tuple(tensors[0].shape), floats[0].dtype, cost, whole, kv)
+
+
+def parameter_names(decoder: Decoder) -> dict[int, tuple[int | None, str]]:
+    """(layer, name) of every parameter by its identity; packed ones are no parameters any more, but attributes."""
+    names: dict[int, tuple[int | None, str]] = {}
+    for path, module in decoder.named_modules():
+        parts = path.split(".")
+        layer = int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else None
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Linear):
+            own["weight"] = module.weight
+        for name, tensor in own.items():
+            if tensor is not None:
+                names[id(tensor)] = (layer, parts[-1] if name in ("weight", "bias") else name)
+    return names
+
+
+def _copying(name: str, args: tuple[Any, ...], result: Any) -> Call | None:
+    """What a PyTorch operator reads and writes; None for views and for what makes tensors from nothing."""
+    inputs = [a for a in args if isinstance(a, torch.Tensor)]
+    if not inputs or not isinstance(result, torch.Tensor):
+        return None
+    if any(result.untyped_storage()._cdata == a.untyped_storage()._cdata for a in inputs):
+        return None
+    source = inputs[0]
+    read = min(source.numel(), result.numel()) * source.element_size()  # an index reads what it takes
+    return Call(
+        name, "", None, tuple(source.shape), source.dtype, Cost(read, result.numel() * result.element_size(), 0)
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be taken apart: `batch` sequences of `context` tokens.
+
+    decode: these are in the cache, one more a sequence is new. prefill: they are all new, and the logits of each
+    sequence's last one are wanted.
+    """
+
+    phase: str
+    batch: int
+    context: int
+
+    @property
+    def new_tokens(self) -> int:
+        """Of each sequence."""
+        return 1 if self.phase == "decode" else self.context
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that attention sees at most."""
+        return self.context + 1 if self.phase == "decode" else self.context
+
+    def check(self, config: ModelConfig) -> None:
+        """ValueError, naming what is wrong, for a step that the model cannot take."""
+        if self.phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, was {self.phase!r}")
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise ValueError(f"batch must be from 1 to {MAX_BATCH:,} sequences, was {self.batch:,}")
+        most = config.max_position_embeddings - (self.phase == "decode")
+        least = 0 if self.phase == "decode" else 1
+        if not least <= self.context <= most:
+            raise ValueError(
+                f"context must be from {least} to {most:,} tokens for this model's {self.phase}, was {self.context:,}"
+            )
+
+
+def trace(config: ModelConfig, step: Step) -> list[Call]:
+    """Every operator call of one step, in order, the greedy sampler's included. Nothing is loaded or allocated."""
+    step.check(config)
+    decoder = Decoder(config, device="meta")
+    hints = {"seq_lens": [step.length] * step.batch, "query_lens": [step.new_tokens] * step.batch}
+    with torch.inference_mode(), torch.device("meta"):
+        inputs, last, columns = _inputs(config, step)
+        recorder = Recorder(decoder, hints)
+        with recorder:
+            hidden = decoder(*inputs)
+            logits = decoder.logits(hidden if last is None else hidden[last])
+            ops.sample(logits, *columns)
+    return recorder.calls
+
+
+def _inputs(config: ModelConfig, step: Step) -> tuple[tuple[Any, ...], torch.Tensor | None, Sequence[torch.Tensor]]:
+    """Arguments of the decoder, rows whose logits are wanted (None: all), columns of the sampler; without values."""
+    new: Callable[..., torch.Tensor] = torch.empty
+    tokens, pages = step.batch * step.new_tokens, -(-step.length // PAGE_SIZE)
+    page = (config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    cache = tuple(new(step.batch * pages, *page, dtype=config.dtype) for _ in range(2))
+    table, lengths, starts = (
+        new(*size, dtype=torch.int32) for size in ((step.batch, pages), (step.batch,), (step.batch + 1,))
+    )
+    meta = AttentionMeta(table, lengths, starts, step.new_tokens, step.length)
+    ids, positions, slots = (new(tokens, dtype=torch.int64) for _ in range(3))
+    decode = step.phase == "decode"
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    columns = [new(step.batch, dtype=dtype) for dtype in dtypes]
+    last = None if decode or step.new_tokens == 1 else new(step.batch, dtype=torch.int64)
+    return (ids, positions, [cache] * config.num_layers, slots, meta, decode), last, columns

@@ -1,0 +1,132 @@
+"""The traced step is the step that runs: the same operators, in the same order, and what is added appears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rooflight import LLM, SamplingParams, ops
+from rooflight.limits.trace import Call, Recorder, Step, trace
+from rooflight.models.checkpoint.base import CheckpointError
+from rooflight.models.decoder import DecoderLayer
+from rooflight.models.load import load_config
+
+TINY = load_config("random:tiny")
+
+
+def ours(calls: list[Call]) -> list[tuple[str, str, int | None]]:
+    return [(call.operator, call.label, call.layer) for call in calls if call.operator in ops.REGISTRY]
+
+
+def recorded(model: str | None, prompts: list[list[int]]) -> list[list[Call]]:
+    """The calls of each engine step that answers the prompts with three tokens each."""
+    llm = LLM(model, max_model_len=256)
+    for prompt in prompts:
+        llm.engine.submit(prompt, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    steps = []
+    while llm.engine.busy:
+        with Recorder(llm.engine.runner.decoder) as recorder:
+            list(llm.engine.step())
+        steps.append(recorder.calls)
+    return steps
+
+
+@pytest.mark.parametrize("model", ["random:tiny", None], ids=["tiny", "embedded"])
+def test_traced_operators_are_those_of_a_real_step(model: str | None) -> None:
+    try:
+        config = load_config(model)
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    prefill, *decodes = recorded(model, [[1, 2, 3, 4, 5]])
+    assert ours(prefill) == ours(trace(config, Step("prefill", 1, 5)))
+    assert len(decodes) == 2
+    for number, step in enumerate(decodes):
+        expected = trace(config, Step("decode", 1, 5 + number))
+        assert ours(step) == ours(expected)
+        real, traced = (
+            [(c.cost, c.kv_elements) for c in calls if c.operator in ops.REGISTRY] for calls in (step, expected)
+        )
+        # The recorder was given no lengths: the real tensors hold them.
+        assert [cost for cost, _ in real] == [cost for cost, _ in traced]
+
+
+def test_a_batch_costs_what_it_costs_when_it_runs() -> None:
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    *_, last = recorded("random:tiny", prompts)
+    expected = trace(TINY, Step("decode", 3, 5))
+    assert Counter((c.operator, c.label) for c in last if c.operator in ops.REGISTRY) == Counter(
+        (c.operator, c.label) for c in expected if c.operator in ops.REGISTRY
+    )
+    real = sum(c.cost.flops for c in last if c.operator in ops.REGISTRY)
+    assert real == sum(c.cost.flops for c in expected if c.operator in ops.REGISTRY)
+
+
+def test_an_operator_added_to_the_decoder_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ours(trace(TINY, Step("decode", 1, 7)))
+    forward = DecoderLayer.forward
+
+    def longer(self: DecoderLayer, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        return ops.silu_and_mul(torch.cat((forward(self, hidden, *args),) * 2, -1))
+
+    monkeypatch.setattr(DecoderLayer, "forward", longer)
+    after = ours(trace(TINY, Step("decode", 1, 7)))
+    assert Counter(after) - Counter(before) == Counter({("silu_and_mul", "", None): TINY.num_layers})
+    assert len(after) == len(before) + TINY.num_layers
+
+
+def test_every_weight_is_read_once_in_a_step() -> None:
+    for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b", "tiny"):
+        config = load_config(f"random:{name}")
+        for step in (Step("decode", 1, 0), Step("decode", 5, 100), Step("prefill", 2, 33)):
+            read = sum(call.weight_elements for call in trace(config, step))
+            assert read * config.dtype.itemsize == config.weight_bytes_per_token()
+
+
+@pytest.mark.parametrize(("phase", "length"), [("decode", 101), ("prefill", 100)])
+def test_keys_and_values_are_read_once(phase: str, length: int) -> None:
+    read = sum(call.kv_elements for call in trace(TINY, Step(phase, 3, 100)))
+    assert read * TINY.dtype.itemsize == 3 * length * TINY.kv_bytes_per_token()
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    windowed = replace(TINY, sliding_windows=(16, 0))
+    read = sum(call.kv_elements for call in trace(windowed, Step("decode", 1, 1000)))
+    per_layer = TINY.kv_bytes_per_token() // TINY.dtype.itemsize // TINY.num_layers
+    assert read == per_layer * (16 + 1001)
+
+
+def test_labels_and_layers() -> None:
+    calls = trace(load_config("random:qwen3-0.6b"), Step("decode", 1, 10))
+    products = Counter(call.label for call in calls if call.operator == "linear")
+    assert products == {"qkv": 28, "o": 28, "gate_up": 28, "down": 28, "head": 1}
+    assert [call.layer for call in calls if call.label == "qkv"] == list(range(28))
+    assert calls[0].operator == "embedding"
+    assert calls[-1].operator == "sample"
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Step("encode", 1, 5), "phase must be one of decode, prefill, was 'encode'"),
+        (Step("decode", 0, 5), "batch must be from 1 to 1,000,000 sequences, was 0"),
+        (Step("decode", 1, -1), "context must be from 0 to 4,095 tokens for this model's decode, was -1"),
+        (Step("decode", 1, 4096), "context must be from 0 to 4,095 tokens for this model's decode, was 4,096"),
+        (Step("prefill", 1, 0), "context must be from 1 to 4,096 tokens for this model's prefill, was 0"),
+        (
+            Step("prefill", 1, 1_000_000),
+            "context must be from 1 to 4,096 tokens for this model's prefill, was 1,000,000",
+        ),
+    ],
+)
+def test_steps_that_cannot_be(step: Step, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        trace(TINY, step)
+
+
+def test_large_batches_take_no_memory() -> None:
+    calls = trace(TINY, Step("decode", 100_000, 4000))
+    assert sum(call.kv_elements for call in calls) * 4 == 100_000 * 4001 * TINY.kv_bytes_per_token()
