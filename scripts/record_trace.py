@@ -1,0 +1,75 @@
+"""Record a profiler trace of transformers decoding, for `rooflight explain --trace`.
+
+    python scripts/record_trace.py OUT.json.gz [PRESET] [STEPS]
+
+A model of the preset's shapes (default qwen3-0.6b) with random weights, BF16 on a GPU and FP32 on a CPU; a prompt of 32
+tokens, a few tokens to warm up, then STEPS (default 8) decode steps under torch.profiler with shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rooflight.models.config import ModelConfig
+from rooflight.models.load import load_config
+
+PROMPT, WARM_UPS = 32, 5
+
+
+def model_of(config: ModelConfig, device: str) -> PreTrainedModel:
+    """transformers' model of the same shapes."""
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):
+        if config.qk_norm:
+            return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
+        return LlamaForCausalLM(LlamaConfig(**common)).eval()
+
+
+@torch.inference_mode()
+def record(out: Path, preset: str, steps: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = load_config(f"random:{preset}")
+    model, cache = model_of(config, device), DynamicCache()
+    ids = torch.randint(config.vocab_size, (1, PROMPT), device=device)
+
+    def decode(count: int, ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(count):
+            ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        return ids
+
+    ids = decode(WARM_UPS, ids)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities, record_shapes=True) as profiler:
+        decode(steps, ids)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(out))
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case [out, *rest] if len(rest) <= 2:
+            record(Path(out), rest[0] if rest else "qwen3-0.6b", int(rest[1]) if len(rest) > 1 else 8)
+        case _:
+            print(__doc__)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
