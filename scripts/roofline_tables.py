@@ -112,16 +112,17 @@ def cards() -> str:
 
 def judged() -> str:
     rows: list[Sequence[str]] = []
-    missing = []
+    missing: dict[str, dict[str, None]] = {}  # operators by reason
     for fit in accuracy(CONFIG, ceilings(GPU), ROOT / "results" / GPU):
         if fit.overhead_us is None or fit.median_error is None or fit.worst_error is None or fit.fraction is None:
-            missing.append(f"`{fit.operator}`")
+            missing.setdefault(fit.reason, {})[f"`{fit.operator}`"] = None
             continue
         figures = [f"{fit.overhead_us:.2f}", f"{fit.fraction:.0%}", str(fit.judged_rows)]
         errors = [f"{fit.median_error:.0%}", f"{fit.worst_error:.0%}"]
         rows.append([f"`{fit.operator}`", fit.protocol.removesuffix("_us"), str(fit.fitted_rows), *figures, *errors])
     header = ["operator", "caches", "rows", "start µs", "of copy", "judged on", "median error", "worst"]
-    return markdown(header, rows, right=2) + f"\nNot measured: {', '.join(dict.fromkeys(missing))}.\n"
+    notes = [f"\n{reason.capitalize()}: {', '.join(operators)}.\n" for reason, operators in missing.items()]
+    return markdown(header, rows, right=2) + "".join(notes)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -24,7 +24,8 @@ def row(width: int, tokens: int, time: float, **changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (folder / "rms_norm.json").write_text(json.dumps({"benchmark": "ops", "rows": rows}))
+    data = {"benchmark": "ops", "environment": {"device": H200.name}, "rows": rows}
+    (folder / "rms_norm.json").write_text(json.dumps(data))
     return folder
 
 
@@ -74,6 +75,11 @@ def test_files_that_are_no_results(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ValueError, match=r"x\.json: holds no results of `rooflight bench`"):
         accuracy(QWEN, H200, tmp_path)
+
+
+def test_another_card_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="measured on NVIDIA H200, the ceilings are of NVIDIA L4: pass its --gpu"):
+        accuracy(QWEN, ceilings("l4"), write(tmp_path, [row(1024, 1, 2.0)]))
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def explain(
     what_if: Annotated[
         str | None,
         typer.Option(
-            metavar="CHANGES", help="kv=fp8,head=w8,weights=w4,batch=8,context=…,tp=2,gpu=…: what would change."
+            metavar="CHANGES",
+            help="kv=fp8,head=w8,weights=w4,compute=fp8,batch=8,context=…,tp=2,gpu=…: what would change.",
         ),
     ] = None,
     html: Annotated[
@@ -144,4 +145,4 @@ def _print_json(found: Any, advice: Any, results: Any) -> None:
         "advice": [asdict(piece) for piece in advice],
         "what_if": [{"what": r.what, "gain": r.gain, "after": r.after.as_data()} for r in results],
     }
-    print(json.dumps(data, indent=1, default=str))
+    print(json.dumps(data, indent=1))

@@ -101,7 +101,7 @@ def _operators(found: Explanation) -> Table:
         f"{found.bytes / size:,.1f}",
         f"{found.flops / work:,.2f}",
         f"{found.flops / max(found.bytes, 1):,.1f}",
-        found.stream_wall,
+        "",
         microseconds(found.graph_us),
         "",
     )
@@ -111,9 +111,8 @@ def _operators(found: Explanation) -> Table:
 def _step(found: Explanation) -> Table:
     memory, step = found.memory, found.scenario.step
     page = Table(box=None, show_header=False, padding=(0, 2), pad_edge=True)
-    page.add_row(
-        "Step limit", f"{microseconds(found.stream_us)} µs, all overlapped: {found.tokens_per_s:,.0f} tokens/s"
-    )
+    limit = f"{microseconds(found.stream_us)} µs at the {found.stream_wall} wall, all overlapped"
+    page.add_row("Step limit", f"{limit}: {found.tokens_per_s:,.0f} tokens/s")
     page.add_row("As kernels", f"{microseconds(found.graph_us)} µs for {found.launches} in a graph, each at its limit")
     page.add_row(
         "Launch wall",
@@ -122,9 +121,7 @@ def _step(found: Explanation) -> Table:
     page.add_row("Weights read", f"{found.weight_bytes / 1e6:,.1f} MB")
     kv = f"{found.kv_bytes / 1e6:,.1f} MB read; {found.kv_bytes_per_token / 1024:,.4g} KiB a token of context"
     if step.phase == "decode":
-        kv += f"; passes the weights at {found.crossing / step.batch:,.0f} tokens" + (
-            " in each" if step.batch > 1 else ""
-        )
+        kv += f"; {_crossing(found)}"
     page.add_row("KV cache", kv)
     parts = {"weights": memory.weights, "KV": memory.kv, "work": memory.workspace}
     listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in parts.items())
@@ -132,6 +129,13 @@ def _step(found: Explanation) -> Table:
     verdict += f"at most {memory.largest_batch:,} such sequences fit"
     page.add_row("Memory", verdict if memory.fits else f"[bold red]does not fit[/bold red]: {verdict}")
     return page
+
+
+def _crossing(found: Explanation) -> str:
+    batch = found.scenario.step.batch
+    if found.crossing is None:
+        return "never passes the weights: windows bound it"
+    return f"passes the weights at {found.crossing / batch:,.0f} tokens" + (" in each" if batch > 1 else "")
 
 
 def _changes(changes: Sequence[Change]) -> Table:

@@ -52,7 +52,7 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
 
     folder: `results/<gpu>` as `rooflight bench all` writes it. OSError or ValueError, naming what is wrong with it.
     """
-    rows = _measured(folder)
+    rows = _measured(folder, card)
     rate = 2 / (1 / card.read_rate(1e12) + 1 / card.write_rate)
     calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16)))
     operators = list(dict.fromkeys([*calls, *(row["operator"] for row in rows)]))
@@ -66,19 +66,23 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
     return fits
 
 
-def _measured(folder: Path) -> list[dict[str, Any]]:
-    """Rows of our own kernels that were timed, from every result in the folder."""
+def _measured(folder: Path, card: Ceilings) -> list[dict[str, Any]]:
+    """Rows of our own kernels that were timed, from every result in the folder; all must be of the card."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"{folder}: no results here; `rooflight bench all` writes them")
     rows: list[dict[str, Any]] = []
     for path in files:
+        device = ""
         try:
             data = json.loads(path.read_text())
             if data.get("benchmark") == "ops":
+                device = data["environment"]["device"]
                 rows += [row for row in data["rows"] if row["contender"] == OURS and row["error"] is None]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: holds no results of `rooflight bench` ({error})") from error
+        if device not in ("", card.name):
+            raise ValueError(f"{path}: measured on {device}, the ceilings are of {card.name}: pass its --gpu")
     return rows
 
 
@@ -88,7 +92,7 @@ def _fit(operator: str, protocol: str, rows: Sequence[Mapping[str, Any]], width:
     if len({size for size, _ in seen}) < FEWEST_ROWS:
         return Fit(operator, protocol, len(seen), reason=f"not measured at width {width}")
     overhead, slope = _least_squares(seen)
-    fit = Fit(operator, protocol, len(seen), overhead, min(1.0, 1e6 / (slope * rate)))
+    fit = Fit(operator, protocol, len(seen), overhead, 1e6 / (slope * rate))
     unseen = [(size, time) for own, size, time in points if own != width]
     if not unseen:
         return fit

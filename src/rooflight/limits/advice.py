@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rooflight.limits.explanation import Explanation, explain
 from rooflight.limits.scenario import Scenario
+from rooflight.limits.trace import MAX_BATCH
 from rooflight.models.config import ModelConfig
 
 STEPS = ("phase", "parallelism", "precision", "own kernel")
@@ -36,12 +38,17 @@ class Change:
 
 
 def what_if(model: str, config: ModelConfig, scenario: Scenario, text: str) -> list[Change]:
-    """Each change of "kv=fp8,head=w8,batch=8" alone, then all together. ValueError as in `Scenario.changed`."""
-    before = explain(model, config, scenario)
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if len(parts) > 1:
-        parts.append(text)
-    return [Change(part, before, explain(model, config, scenario.changed(part))) for part in parts]
+    """Each change of "kv=fp8,head=w8,batch=8" alone, where it can be alone, then all together.
+
+    ValueError as in `Scenario.changed`, or if what they are together cannot be.
+    """
+    before, after = explain(model, config, scenario), explain(model, config, scenario.changed(text))
+    parts = [part.strip() for part in text.split(",")]
+    changes = []
+    for part in parts if len(parts) > 1 else []:
+        with suppress(ValueError):  # "phase=prefill" of no tokens: only "context=512" beside it makes sense of it
+            changes.append(Change(part, before, explain(model, config, scenario.changed(part))))
+    return [*changes, Change(text, before, after)]
 
 
 def advise(config: ModelConfig, found: Explanation) -> list[Advice]:
@@ -51,72 +58,69 @@ def advise(config: ModelConfig, found: Explanation) -> list[Advice]:
 
 def _phase(config: ModelConfig, found: Explanation) -> Advice:
     step, intensity = found.scenario.step, found.flops / max(found.bytes, 1)
+    where = f"{intensity:,.1f} operations a byte, where {found.ridge:,.0f} would keep the card busy"
     if found.stream_wall == "compute":
-        text = (
-            f"The step is compute-bound: {intensity:,.0f} operations a byte, the card's ridge is at "
-            f"{found.ridge:,.0f}. Nothing that saves bytes will help; fewer or cheaper operations will."
-        )
+        text = f"The step is compute-bound: {intensity:,.0f} operations a byte, more than the {found.ridge:,.0f} that "
+        text += "memory can feed. Bytes saved will not help; fewer or cheaper operations will."
         return Advice("phase", text)
-    if step.phase == "prefill":
-        text = (
-            f"{step.context:,} tokens reuse each weight too little: {intensity:,.0f} operations a byte, the ridge is "
-            f"at {found.ridge:,.0f}. Prefill more tokens at a time."
-        )
+    text = f"The step is {found.stream_wall}-bound: {where}."
+    if step.batch * MORE > MAX_BATCH:
         return Advice("phase", text)
-    larger = found.scenario.with_one("batch", str(step.batch * MORE))
-    after = explain(found.model, config, larger)
+    after = explain(found.model, config, found.scenario.with_one("batch", str(step.batch * MORE)))
     longer = after.stream_us / found.stream_us
-    text = (
-        f"The step is memory-bound: {intensity:,.1f} operations a byte, the card's ridge is at {found.ridge:,.0f}. "
-        f"{step.batch * MORE} sequences instead of {step.batch} take {longer:.2f} times as long for {MORE} times the "
-        f"tokens: {after.tokens_per_s:,.0f} tokens/s for {found.tokens_per_s:,.0f}."
+    text += (
+        f" {step.batch * MORE:,} sequences instead of {step.batch:,} take {longer:.2f} times as long for {MORE} times "
+        f"the tokens: {after.tokens_per_s:,.0f} a second for {found.tokens_per_s:,.0f}."
     )
     if not after.memory.fits:
-        text += f" But they do not fit: {after.memory.total / 1e9:,.1f} GB of {after.memory.card / 1e9:,.0f}."
-    return Advice("phase", text, MORE / longer)
+        text += f" But they do not fit: at most {after.memory.largest_batch:,} do."
+    return Advice("phase", text, max(1.0, MORE / longer))
 
 
 def _parallelism(config: ModelConfig, found: Explanation) -> Advice:
-    tp = found.scenario.tp * 2
+    tp, memory = found.scenario.tp * 2, found.memory
+    text = ""
+    if memory.largest_batch == 0:
+        text = f"It has to be cut: {memory.total / 1e9:,.1f} GB do not fit {memory.card / 1e9:,.0f}. "
     try:
         after = explain(found.model, config, replace(found.scenario, tp=tp))
-    except ValueError:
-        return Advice("parallelism", f"The model's {config.num_kv_heads} KV heads cannot be cut over {tp} GPUs.")
-    gain = found.stream_us / after.stream_us
-    kernels = found.graph_us / after.graph_us
-    memory = ""
-    if not found.memory.fits:
-        memory = f" It has to be cut: {found.memory.total / 1e9:,.1f} GB do not fit {found.memory.card / 1e9:,.0f}."
-    text = (
-        f"Cut over {tp} GPUs the limit falls from {found.stream_us:,.0f} to {after.stream_us:,.0f} µs ({gain:.2f} "
-        f"times), kernel by kernel from {found.graph_us:,.0f} to {after.graph_us:,.0f} ({kernels:.2f} times), for {tp} "
-        f"times the cards.{memory}"
+    except ValueError as error:
+        return Advice("parallelism", f"{text}Over {tp} GPUs it cannot be cut: {error}.")
+    gain, kernels = found.stream_us / after.stream_us, found.graph_us / after.graph_us
+    text += (
+        f"Cut over {tp} GPUs the limit is {after.stream_us:,.0f} µs instead of {found.stream_us:,.0f} ({gain:.2f} "
+        f"times as fast), kernel by kernel {after.graph_us:,.0f} instead of {found.graph_us:,.0f} ({kernels:.2f} "
+        f"times), for {tp // found.scenario.tp} times the cards."
     )
-    return Advice("parallelism", text, gain)
+    if not after.memory.fits:
+        text += f" Even then it does not fit: at most {after.memory.largest_batch:,} such sequences do."
+    return Advice("parallelism", text, max(1.0, gain))
 
 
 def _precision(config: ModelConfig, found: Explanation) -> Advice:
-    """The best of the formats that are not in use; memory-bound steps only."""
-    candidates = []
-    for key, value in (("weights", "w8"), ("weights", "w4"), ("head", "w8"), ("kv", "fp8")):
-        if getattr(found.scenario, key) == "as is":
+    """Every format that is not in use, by itself."""
+    gains = []
+    for key, value in (("weights", "w8"), ("weights", "w4"), ("head", "w8"), ("kv", "fp8"), ("compute", "fp8")):
+        if getattr(found.scenario, key) == "as is" and (key != "compute" or value in found.card.flops):
             after = explain(found.model, config, found.scenario.with_one(key, value))
-            candidates.append((found.stream_us / after.stream_us, f"{key}={value}"))
-    if not candidates or found.stream_wall != "memory":
+            gains.append((found.stream_us / after.stream_us, f"{key}={value}"))
+    if max(gains, default=(1.0, ""))[0] < 1.01:
         return Advice("precision", "Smaller formats do not move this limit.")
-    best = max(candidates)
-    listed = ", ".join(f"{name} {gain:.2f}" for gain, name in candidates)
-    text = f"Times as fast, by what is stored smaller: {listed}. Quality has to be checked before any of it is kept."
-    return Advice("precision", text, best[0])
+    listed = ", ".join(f"{name} {gain:.2f}" for gain, name in gains)
+    text = f"Times as fast, by what is made smaller: {listed}. Quality has to be checked before any of it is kept."
+    return Advice("precision", text, max(gains)[0])
 
 
 def _own_kernel(found: Explanation) -> Advice:
     gain = found.graph_us / found.stream_us
     launched = sum(row.limit_us for row in found.rows if row.wall == "launch")
-    hidden = found.host_us / found.graph_us
     text = (
         f"As {found.launches} kernels in a graph the step takes {found.graph_us:,.0f} µs at best, {launched:,.0f} of "
-        f"them in kernels that do little but start; as one kernel {found.stream_us:,.0f}. Without a graph the host "
-        f"needs {found.host_us:,.0f} µs to launch them, {hidden:.1f} times as long."
+        f"them in kernels that do little but start; as one kernel {found.stream_us:,.0f}. "
     )
+    if found.host_us > found.graph_us:
+        times = found.host_us / found.graph_us
+        text += f"Without a graph the host needs {found.host_us:,.0f} µs to launch them, {times:.1f} times as long."
+    else:
+        text += f"A host that launches each needs {found.host_us:,.0f} µs: it is not in the way."
     return Advice("own kernel", text, gain)

@@ -1,4 +1,7 @@
-"""From a cost and a card's ceilings to a limit: the time that no implementation can beat, and the wall it stands at."""
+"""From a cost and a card's ceilings to a limit, and the wall it stands at.
+
+No implementation beats it whose tensors come from memory; what stays on the chip between operators may.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ def memory_us(read: float, written: float, card: Ceilings, stream: float) -> flo
     return (read / card.read_rate(stream) + written / card.write_rate) * 1e6
 
 
-def bound(cost: Cost, dtype: str, card: Ceilings, *, stream: float | None = None, launches: int = 1) -> Bound:
+def bound(cost: Cost, dtype: str, card: Ceilings, *, stream: float | None = None) -> Bound:
     """The bound of one call on values of `dtype` ("bf16", …), in a graph of kernels.
 
     stream: bytes of the whole step that the call is part of; the call's own by default.
     """
     rate = card.flops[card.unit(cost.unit, dtype)]
     moved = memory_us(cost.bytes_read, cost.bytes_written, card, cost.bytes if stream is None else stream)
-    return Bound(moved, cost.flops / rate * 1e6, launches * card.node_us)
+    return Bound(moved, cost.flops / rate * 1e6, card.node_us)

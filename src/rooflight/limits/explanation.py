@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -11,13 +12,11 @@ import torch
 
 from rooflight.limits.bounds import Bound, bound, memory_us
 from rooflight.limits.ceilings import Ceilings, ceilings
-from rooflight.limits.scenario import KV_FORMATS, WEIGHT_FORMATS, Placed, Scenario, place
-from rooflight.limits.trace import Call, Step, trace
+from rooflight.limits.scenario import NAMES, Placed, Scenario, kv_element_bytes, place
+from rooflight.limits.trace import PAGE_SIZE, Call, Step, trace
 from rooflight.models.config import ModelConfig
 
-LABELLED = ("linear", "all_reduce")
-SHARE = 0.9  # of the memory beside the weights that a cache may take
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+SHARE = 0.9  # of the memory beside the weights that a cache and its work may take
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU. largest_batch: sequences of this length that fit; 0 if not even the weights do."""
+    """Bytes on each GPU; kv in whole pages. largest_batch: sequences of this length that fit; 0 if not even one does.
 
+    A tenth of what the weights leave is kept free, for what is not counted here.
+    """
+
+    batch: int
     weights: int
     kv: int
     workspace: int
@@ -61,7 +64,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.card
+        return self.batch <= self.largest_batch
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Explanation:
 
     stream_us: the limit of the step, everything overlapped with everything. graph_us: one kernel after the other, each
     at its own limit. host_us: the time in which a host without a graph can launch them. weight_bytes, kv_bytes: read
-    in the step. crossing: tokens of context of one sequence at which a decode step reads as much KV as weights.
+    in the step. crossing: tokens of context at which one sequence's KV weigh what is read of weights; None if windows
+    keep them below. ridge: operations a byte from which compute is the wall, with this step's share of writes.
     """
 
     model: str
@@ -83,7 +87,8 @@ class Explanation:
     weight_bytes: int
     kv_bytes: int
     kv_bytes_per_token: float
-    crossing: float
+    crossing: float | None
+    ridge: float
     launches: int
     stream_us: float
     stream_wall: str
@@ -100,17 +105,12 @@ class Explanation:
     def tokens_per_s(self) -> float:
         return self.tokens / self.stream_us * 1e6
 
-    @property
-    def ridge(self) -> float:
-        """Operations a byte from which the card's matrix units, and not its memory, are the wall."""
-        return self.card.flops[self.card.unit("tensor", self.dtype)] / self.card.read_rate(self.bytes)
-
     def as_data(self) -> dict[str, Any]:
         """Everything, for JSON."""
         data = asdict(self)
         data["card"] = {k: v for k, v in data["card"].items() if k not in ("read", "fractions")}
         data["memory"] |= {"total": self.memory.total, "fits": self.memory.fits}
-        return data | {"tokens_per_s": self.tokens_per_s, "ridge": self.ridge}
+        return data | {"tokens_per_s": self.tokens_per_s}
 
 
 def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
@@ -121,17 +121,21 @@ def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
     total = sum(p.cost.bytes for p in placed)
     bounds = [_bound(p, card, total) for p in placed]
     graph = sum(b.limit_us for b in bounds)
+    units = {"cores": 0.0, "matrix units": 0.0}  # these work at the same time
+    for p, b in zip(placed, bounds, strict=True):
+        units["cores" if card.unit(p.cost.unit, p.format) == "fp32" else "matrix units"] += b.compute_us
     walls = {
         "memory": memory_us(
             sum(p.cost.bytes_read for p in placed), sum(p.cost.bytes_written for p in placed), card, total
         ),
-        "compute": sum(b.compute_us for b in bounds),
+        "compute": max(units.values()),
         "link": sum(b.link_us for b in bounds),
         "launch": card.node_us,
     }
     wall = max(walls, key=lambda name: walls[name])
-    weights = _weights_read(placed, scenario)
+    weights = round(sum(p.weight_bytes for p in placed))
     per_token = kv_bytes_per_token(config, scenario)
+    product = NAMES.get(config.dtype, "fp32") if scenario.compute == "as is" else scenario.compute
     return Explanation(
         model=model,
         scenario=scenario,
@@ -141,9 +145,10 @@ def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
         bytes=total,
         flops=sum(p.cost.flops for p in placed),
         weight_bytes=weights,
-        kv_bytes=round(sum(p.call.kv_elements for p in placed) * per_token / _kv_elements(config)),
+        kv_bytes=round(sum(p.kv_bytes for p in placed)),
         kv_bytes_per_token=per_token,
-        crossing=weights / per_token,
+        crossing=_crossing(weights, per_token, config),
+        ridge=card.flops[card.unit("tensor", product)] * walls["memory"] / 1e6 / total,
         launches=len(placed),
         stream_us=walls[wall],
         stream_wall=wall,
@@ -159,7 +164,7 @@ def _traced(config: ModelConfig, step: Step) -> tuple[Call, ...]:
 
 
 def _bound(placed: Placed, card: Ceilings, total: int) -> Bound:
-    found = bound(placed.cost, NAMES.get(placed.call.dtype, "fp32"), card, stream=total)
+    found = bound(placed.cost, placed.format, card, stream=total)
     return Bound(found.memory_us, found.compute_us, found.launch_us, placed.link_bytes / card.link_rate * 1e6)
 
 
@@ -167,7 +172,7 @@ def _rows(placed: Sequence[Placed], bounds: Sequence[Bound], graph: float) -> tu
     """Alike are calls of one operator with one shape and cost; of a product, also with one weight."""
     groups: dict[tuple[Any, ...], list[tuple[Placed, Bound]]] = {}
     for item, limit in zip(placed, bounds, strict=True):
-        label = item.call.label if item.call.operator in LABELLED else ""
+        label = item.call.label if item.call.operator == "linear" else ""
         groups.setdefault((item.call.operator, label, item.call.shape, item.cost), []).append((item, limit))
     rows = []
     for (operator, label, shape, cost), members in groups.items():
@@ -193,44 +198,36 @@ def _rows(placed: Sequence[Placed], bounds: Sequence[Bound], graph: float) -> tu
     return tuple(rows)
 
 
-def _weights_read(placed: Sequence[Placed], scenario: Scenario) -> int:
-    return round(
-        sum(p.call.weight_elements * _weight_size(p.call, scenario) for p in placed if p.call.weight_elements)
-        / scenario.tp
-    )
-
-
-def _weight_size(call: Call, scenario: Scenario) -> float:
-    name = scenario.head if call.label == "head" else scenario.weights
-    return WEIGHT_FORMATS[name] if call.operator == "linear" and name != "as is" else call.dtype.itemsize
-
-
-def _kv_elements(config: ModelConfig) -> int:
-    return config.kv_bytes_per_token(config.dtype) // config.dtype.itemsize
-
-
 def kv_bytes_per_token(config: ModelConfig, scenario: Scenario) -> float:
     """Of all layers, on each GPU."""
-    size = KV_FORMATS[scenario.kv] or config.dtype.itemsize
-    scale = 4 / config.head_dim if scenario.kv == "int8" else 0
-    return _kv_elements(config) * (size + scale) / scenario.tp
+    elements = config.kv_bytes_per_token(config.dtype) // config.dtype.itemsize
+    return elements * kv_element_bytes(config, scenario) / scenario.tp
+
+
+def _crossing(weights: float, per_token: float, config: ModelConfig) -> float | None:
+    """Where sum over layers of min(context, window) passes the weights."""
+    layers = config.num_layers
+    tokens = weights / (per_token / layers)  # of one layer
+    windows = sorted(window or math.inf for window in config.sliding_windows)
+    spent = 0.0
+    for number, window in enumerate(windows):
+        context = (tokens - spent) / (layers - number)
+        if context <= window:
+            return context
+        spent += window
+    return None
 
 
 def memory_plan(config: ModelConfig, scenario: Scenario, placed: Sequence[Placed], card: Ceilings) -> Memory:
     """Weights, the cache of the scenario's sequences and the largest intermediate results, on each GPU."""
     step = scenario.step
-    weights = _weights_read(placed, scenario)
-    if not config.tie_word_embeddings:
-        weights += config.vocab_size * config.hidden_size * config.dtype.itemsize  # looked up, not read
+    weights = round(sum(p.weight_bytes for p in placed))
+    if not config.tie_word_embeddings:  # looked up, not read
+        weights += config.vocab_size * config.hidden_size * config.dtype.itemsize // scenario.tp
     table = config.max_position_embeddings * config.rope.rotary_dim(config.head_dim) * torch.float32.itemsize
-    per_token = kv_bytes_per_token(config, scenario)
-    workspace = max(
-        p.cost.bytes
-        - round(p.call.weight_elements * _weight_size(p.call, scenario) / scenario.tp)
-        - round(p.call.kv_elements * per_token / _kv_elements(config))
-        for p in placed
-    )
-    each = step.length * per_token + workspace / step.batch
+    workspace = max(p.cost.bytes - round(p.weight_bytes + p.kv_bytes) for p in placed)
+    slots = -(-step.length // PAGE_SIZE) * PAGE_SIZE
+    each = slots * kv_bytes_per_token(config, scenario)
     left = SHARE * (card.memory_bytes - weights - table)
-    kv = round(step.batch * step.length * per_token)
-    return Memory(weights, kv, workspace, table, card.memory_bytes, max(0, int(left // each)))
+    largest = max(0, int(left // (each + workspace / step.batch)))
+    return Memory(step.batch, weights, round(step.batch * each), workspace, table, card.memory_bytes, largest)

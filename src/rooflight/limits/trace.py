@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from rooflight import ops
+from rooflight.models.communicator import SingleRank
 from rooflight.models.config import ModelConfig
 from rooflight.models.decoder import Decoder, Linear
 from rooflight.ops import REGISTRY, AttentionMeta, Cost
@@ -42,7 +45,7 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Within the context, the calls of our operators, and of PyTorch's that move data, in `calls`.
+    """Within the context, the calls of our operators, of collectives, and of PyTorch's that move data, in `calls`.
 
     hints: host values that operators' costs need on tensors without values (`seq_lens`, `query_lens`).
     """
@@ -52,6 +55,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self._hints = dict(hints or {})
         self._names = parameter_names(decoder)
+        self._costs: dict[tuple[Any, ...], tuple[Cost, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -60,26 +64,60 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == ops.contract.NAMESPACE:
             self.calls.append(self._ours(name, args))
-        elif namespace == "aten" and (call := _copying(name, args, result)) is not None:
+        elif namespace == "aten" and (call := _pytorch(func, args, dict(kwargs or {}), result)) is not None:
             self.calls.append(call)
         return result
 
     def _ours(self, name: str, args: tuple[Any, ...]) -> Call:
         operator = REGISTRY[name]
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        cost = operator.cost_of(*args, **self._hints)
+        cost, kv = self._cost(operator, name, args, tensors)
         names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
         layer, label = names[0] if names else (None, "")
         if name == "embedding":
             label = "embed"  # a tied one has the head's name too
         whole = 0 if name == "embedding" else sum(t.numel() for t in tensors if id(t) in self._names)
-        kv = 0
-        if "seq_lens" in self._hints and name.endswith("_attention"):
-            none = {key: [0] * len(value) for key, value in self._hints.items()}
-            moved = cost.bytes_read - operator.cost_of(*args, **none).bytes_read
-            kv = moved // tensors[0].element_size()
         floats = [t for t in tensors if t.is_floating_point()]
         return Call(name, label, layer, tuple(tensors[0].shape), floats[0].dtype, cost, whole, kv)
+
+    def _cost(
+        self, operator: Any, name: str, args: tuple[Any, ...], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Cost, int]:
+        """The cost, and the elements of the KV cache in it. Layers are alike: each kind of call is counted once."""
+        if not self._hints:  # the tensors have values, and a cost may depend on them
+            return operator.cost_of(*args), 0
+        key = (name, *(_kind(argument) for argument in args))
+        if key not in self._costs:
+            cost, kv = operator.cost_of(*args, **self._hints), 0
+            if name.endswith("_attention"):
+                none = {hint: [0] * len(value) for hint, value in self._hints.items()}
+                kv = (cost.bytes_read - operator.cost_of(*args, **none).bytes_read) // tensors[0].element_size()
+            self._costs[key] = cost, kv
+        return self._costs[key]
+
+
+def _kind(argument: Any) -> Any:
+    """What a cost can depend on."""
+    return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+
+class RecordingRank(SingleRank):
+    """One rank that writes down where several would talk to each other."""
+
+    recorder: Recorder | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._note("all_reduce", x)
+        return super().all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        self._note("all_gather", x)
+        return super().all_gather(x, dim)
+
+    def _note(self, name: str, x: torch.Tensor) -> None:
+        if self.recorder is not None:
+            size = x.numel() * x.element_size()
+            self.recorder.calls.append(Call(name, "", None, tuple(x.shape), x.dtype, Cost(size, size, 0)))
 
 
 def parameter_names(decoder: Decoder) -> dict[int, tuple[int | None, str]]:
@@ -97,18 +135,25 @@ def parameter_names(decoder: Decoder) -> dict[int, tuple[int | None, str]]:
     return names
 
 
-def _copying(name: str, args: tuple[Any, ...], result: Any) -> Call | None:
-    """What a PyTorch operator reads and writes; None for views and for what makes tensors from nothing."""
-    inputs = [a for a in args if isinstance(a, torch.Tensor)]
-    if not inputs or not isinstance(result, torch.Tensor):
+def _pytorch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Call | None:
+    """What one of PyTorch's own operators reads, writes and computes; None for views and for what only allocates."""
+    name = func._schema.name.removeprefix("aten::")
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not inputs or not outputs or name.startswith(("new_", "empty", "detach")):
         return None
-    if any(result.untyped_storage()._cdata == a.untyped_storage()._cdata for a in inputs):
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    if not func._schema.is_mutable and all(out.untyped_storage()._cdata in own for out in outputs):
         return None
-    source = inputs[0]
-    read = min(source.numel(), result.numel()) * source.element_size()  # an index reads what it takes
-    return Call(
-        name, "", None, tuple(source.shape), source.dtype, Cost(read, result.numel() * result.element_size(), 0)
-    )
+    written = sum(out.numel() * out.element_size() for out in outputs)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in inputs]
+    if name.startswith("index"):  # reads what it takes
+        sizes[0] = min(sizes[0], written)
+    flops = 0
+    if func._overloadpacket in flop_registry:
+        flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    cost = Cost(sum(sizes), written, flops, unit="tensor" if flops else "fp32")
+    return Call(name, "", None, tuple(inputs[0].shape), inputs[0].dtype, cost)
 
 
 @dataclass(frozen=True)
@@ -148,13 +193,17 @@ class Step:
 
 
 def trace(config: ModelConfig, step: Step) -> list[Call]:
-    """Every operator call of one step, in order, the greedy sampler's included. Nothing is loaded or allocated."""
+    """Every operator call of one step, in order, the greedy sampler's included; nothing is loaded or allocated.
+
+    Collectives stand where several ranks would need them: "all_reduce" and "all_gather", of the whole tensor.
+    """
     step.check(config)
-    decoder = Decoder(config, device="meta")
+    rank = RecordingRank()
+    decoder = Decoder(config, rank, device="meta")
     hints = {"seq_lens": [step.length] * step.batch, "query_lens": [step.new_tokens] * step.batch}
-    with torch.inference_mode(), torch.device("meta"):
+    with torch.no_grad(), torch.device("meta"):  # under inference_mode PyTorch's composites would not come apart
         inputs, last, columns = _inputs(config, step)
-        recorder = Recorder(decoder, hints)
+        rank.recorder = recorder = Recorder(decoder, hints)
         with recorder:
             hidden = decoder(*inputs)
             logits = decoder.logits(hidden if last is None else hidden[last])
