@@ -48,7 +48,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     gpu, other = Counter[str](), Counter[str]()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        counts = gpu if "gpu" in report.keywords else other
+        counts = gpu if "gpu" in getattr(report, "keywords", ()) else other  # a module may be skipped as a whole
         counts[reason.removeprefix("Skipped: ")] += 1
     deselected = len(terminalreporter.stats.get("deselected", []))
     if not (gpu or other or deselected):
