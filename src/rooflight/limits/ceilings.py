@@ -36,9 +36,7 @@ class Ceilings:
     key: str
     name: str
     origin: str
-    multiprocessors: int
     memory_bytes: int
-    l2_bytes: int
     read: tuple[Bandwidth, ...]
     write_rate: float
     flops: Mapping[str, float]
@@ -93,7 +91,7 @@ def _measured(key: str) -> Card | None:
 
 def _from_measured(sheet: Mapping[str, Any], card: Card) -> Ceilings:
     environment = card.environment
-    fractions = _fractions()[sheet["key"]] if sheet["key"] == YARDSTICK else {}
+    fractions = _fractions() if sheet["key"] == YARDSTICK else {}
     flops = dict(card.matmul)
     for name, like in NOT_MEASURED_LIKE.items():
         if name not in flops and name in sheet["flops"] and like in flops:
@@ -112,7 +110,7 @@ def _from_measured(sheet: Mapping[str, Any], card: Card) -> Ceilings:
 
 
 def _from_sheet(sheet: Mapping[str, Any]) -> Ceilings:
-    yardstick, fractions = ceilings(YARDSTICK), _fractions()[YARDSTICK]
+    yardstick, fractions = ceilings(YARDSTICK), _fractions()
     best = max(point.rate for point in yardstick.read)
     rate = sheet["memory_rate"] * fractions["read"]
     return Ceilings(
@@ -129,7 +127,7 @@ def _from_sheet(sheet: Mapping[str, Any]) -> Ceilings:
 
 
 def _common(sheet: Mapping[str, Any]) -> dict[str, Any]:
-    fields: Sequence[str] = ("key", "name", "multiprocessors", "memory_bytes", "l2_bytes", "link", "link_rate")
+    fields: Sequence[str] = ("key", "name", "memory_bytes", "link", "link_rate")
     return {name: sheet[name] for name in fields} | {"sources": tuple(sheet["source"])}
 
 
@@ -139,7 +137,7 @@ def _write_rate(read: float, copy: float) -> float:
 
 
 @cache
-def _fractions() -> dict[str, dict[str, float]]:
+def _fractions() -> dict[str, float]:
     """What the yardstick reached of its data sheet, by ceiling."""
     sheet, card = _sheet(YARDSTICK), _measured(YARDSTICK)
     assert card is not None
@@ -150,4 +148,4 @@ def _fractions() -> dict[str, dict[str, float]]:
     }
     for name, like in NOT_MEASURED_LIKE.items():
         fractions.setdefault(name, fractions[like])
-    return {YARDSTICK: fractions}
+    return fractions
