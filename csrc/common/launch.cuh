@@ -37,7 +37,7 @@ class DeviceGuard {
 };
 
 struct Card {
-  int multiprocessors = 0, major = 0;
+  int multiprocessors = 0, major = 0, shared = 0;  // shared: bytes of each multiprocessor
 };
 
 // Facts of the current device, asked once for each.
@@ -47,10 +47,13 @@ inline const Card& card() {
   check(cudaGetDevice(&device), "cudaGetDevice");
   Card& found = known[device % 64];
   if (found.multiprocessors == 0) {
-    int major = 0, count = 0;
+    int major = 0, count = 0, shared = 0;
+    check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+          "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     found.major = major;
+    found.shared = shared;
     found.multiprocessors = count;
   }
   return found;
@@ -92,6 +95,26 @@ inline CaptureEnd capture_end(cudaStream_t stream) {
 // Behind the last kernel that this thread captured through `launch` and that lets the next one start.
 inline thread_local CaptureEnd last_captured;
 
+// Bytes of dynamic shared memory, used for nothing, with which no multiprocessor takes more than its share of `blocks`;
+// 0 where that would not help.
+//
+// Blocks of an overlapped launch settle while the kernel before it still runs, wherever there is room. Where there is
+// room for three and the share is two, some multiprocessors get three and others one, and the launch takes as long as
+// three (docs/lab). It helps where the last block of each share exists nearly everywhere.
+inline int even_share(const void* kernel, int64_t blocks, int threads) {
+  constexpr int64_t kMostShare = 4;
+  constexpr int kReservedShared = 1024, kGranule = 128;  // bytes of shared memory: of each block, and at once
+  const int64_t places = card().multiprocessors, share = (blocks + places - 1) / places;
+  if (share < 2 || share > kMostShare || 4 * blocks < 3 * share * places) return 0;
+  cudaFuncAttributes own = {};
+  int fitting = 0;
+  check(cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fitting, kernel, threads, 0), "occupancy");
+  if (fitting <= share) return 0;
+  const int one_more = card().shared / static_cast<int>(share + 1) - kReservedShared;
+  return ((one_more - static_cast<int>(own.sharedSizeBytes)) / kGranule + 1) * kGranule;
+}
+
 // Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory, so that overlapping is safe
 // whatever comes before, and let_next_kernel_start(). shared: bytes of dynamic shared memory.
 template <typename... Parameters, typename... Arguments>
@@ -101,14 +124,18 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
   config.gridDim = grid;
   config.blockDim = block;
   config.stream = stream;
-  config.dynamicSmemBytes = shared;
-  if (shared > 48 * 1024) {  // more has to be asked for; asking again costs a fraction of a microsecond
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
-  }
   const CaptureEnd before = capture_end(stream);
   const bool ours_before = before.node != nullptr && before.node == last_captured.node &&
                            before.capture == last_captured.capture && before.stream == last_captured.stream;
   const bool overlaps = overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before);
+  if (overlaps && overlap == Overlap::kBehindOurs && shared == 0) {
+    shared = even_share(reinterpret_cast<const void*>(kernel), int64_t{grid.x} * grid.y * grid.z,
+                        static_cast<int>(block.x * block.y * block.z));
+  }
+  config.dynamicSmemBytes = shared;
+  if (shared > 48 * 1024) {  // more has to be asked for; asking again costs a fraction of a microsecond
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  }
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

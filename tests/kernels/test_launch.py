@@ -41,6 +41,31 @@ def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
     return sorted(edge.type for edge in data)
 
 
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS"""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        *((name, ctypes.c_void_p) for name in ("parameters", "extra", "kernel", "context")),
+    ]
+
+
+def shared_bytes(graph: torch.cuda.CUDAGraph) -> list[int]:
+    """Dynamic shared memory of every kernel of a captured graph, sorted."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    found = [KernelNode() for _ in nodes]
+    for node, into in zip(nodes, found, strict=True):
+        assert driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(into)) == 0
+    return sorted(node.shared_bytes for node in found)
+
+
 def captured(x: torch.Tensor, *steps: str) -> torch.cuda.CUDAGraph:
     """A graph of norms and of PyTorch's kernels."""
     weight = torch.randn(x.shape[-1], device="cuda")
@@ -67,6 +92,30 @@ def test_only_a_kernel_behind_one_of_ours_overlaps(steps: tuple[str, ...], overl
     """Behind a kernel that does not let the next one start, an overlapping launch takes longer than an ordinary one."""
     graph = captured(torch.randn(4, 1024, device="cuda"), *steps)
     assert edge_types(graph) == overlapping
+
+
+@pytest.mark.parametrize(("share", "missing", "helps"), [(2, 0, True), (2, 60, True), (2, 100, False), (1, 0, False)])
+def test_blocks_that_settle_early_settle_evenly(share: int, missing: int, helps: bool) -> None:
+    """An overlapped launch takes shared memory so that no multiprocessor holds more blocks than its share."""
+    device = torch.cuda.get_device_properties()
+    rows = share * device.multi_processor_count - missing * device.multi_processor_count // 132
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    weight = torch.randn(4096, device="cuda").bfloat16()
+    expected = rms_norm(x, weight, 1e-6, backend="cuda")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        rms_norm(x, weight, 1e-6, backend="cuda")
+        second = rms_norm(x, weight, 1e-6, backend="cuda")
+    first_bytes, second_bytes = shared_bytes(graph)
+    assert first_bytes == 0
+    per_block = second_bytes + 1024
+    assert (second_bytes > 0) == helps
+    if helps:
+        assert share * per_block <= device.shared_memory_per_multiprocessor < (share + 1) * (per_block + 1024)
+    graph.instantiate()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(second, expected)
 
 
 def test_the_second_kernel_of_an_operator_overlaps_the_first() -> None:
