@@ -31,7 +31,7 @@ def explain(
             help="A folder with safetensors, a .gguf file, a hub name (owner/name) or random:<preset>.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="GPU", help="h200, h100, a100, l4, l40s, rtx4090, b200, …")] = "h200",
+    gpu: Annotated[str, typer.Option(metavar="CARD", help="h200, h100, a100, l4, l40s, rtx4090, b200, …")] = "h200",
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a step.")] = 1,
     context: Annotated[
         int, typer.Option(metavar="T", help="Tokens of each: in the cache before a decode step, new in a prefill.")
