@@ -3,8 +3,8 @@
     python scripts/record_trace.py OUT.json.gz [PRESET] [STEPS]
 
 A model of the preset's shapes (default qwen3-0.6b) with random weights, BF16 on a GPU and FP32 on a CPU; a prompt of 32
-tokens, a few tokens to warm up, then STEPS (default 4) decode steps under torch.profiler with shapes. Recording slows the
-host down, so the trace's metadata say what a step takes without: unprofiled_step_us, the median of some.
+tokens, a few tokens to warm up, then STEPS (default 4) decode steps under torch.profiler with shapes. Recording slows
+the host down, so the trace's metadata say what a step takes without: unprofiled_step_us, the median of some.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def record(out: Path, preset: str, steps: int) -> None:
         decode()
         times.append((time.perf_counter() - start) * 1e6)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    plan = schedule(wait=0, warmup=1, active=steps)
     with profile(
-        activities=activities, record_shapes=True, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(out))
+        activities=activities,
+        record_shapes=True,
+        schedule=schedule(wait=0, warmup=1, active=steps),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(out)),
     ) as profiler:
         for _ in range(1 + steps):
             decode()

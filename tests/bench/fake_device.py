@@ -47,6 +47,7 @@ class FakeDevice:
         self.host_us = self.gpu_us = 0.0
         self.launches = 0
         self.working = True
+        self.told_flushed = 0
         self._cached: OrderedDict[str, int] = OrderedDict()
         self._recording: list[Callable[[], float]] | None = None
         self._free: list[str] = []
@@ -107,6 +108,9 @@ class FakeDevice:
 
     def flush(self) -> None:
         self.launch({CLEAN: 3 * self.l2_bytes + 1}, host_us=5.0)
+
+    def flushed(self) -> None:
+        self.told_flushed += 1
 
     def healthy(self) -> bool:
         return self.working

@@ -16,7 +16,7 @@ class StandIn:
 
     def __init__(self, code: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        for name in ("rl_empty", "rl_read", "rl_chase", "rl_version"):
+        for name in ("rl_empty", "rl_read", "rl_unmark", "rl_chase", "rl_version"):
             setattr(self, name, self._function(name, code))
 
     def _function(self, name: str, code: int) -> Any:
@@ -40,14 +40,18 @@ def test_the_functions_get_the_stream_and_plain_numbers(monkeypatch: pytest.Monk
     x, residual, weight = torch.zeros(3, 8).bfloat16(), torch.zeros(3, 8).bfloat16(), torch.zeros(8).bfloat16()
     kernels.empty(5, 132, 256, pdl=True)
     kernels.read(data, out)
+    kernels.read(data, out, flush=True)
+    kernels.unmark(data)
     kernels.chase(data.int(), 64, out)
     kernels.version(2, x, residual, weight, 1e-6)
     pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr())
-    assert stand_in.calls[2][:2] + stand_in.calls[2][3:] == ("rl_chase", 77, 64, out.data_ptr())
+    assert stand_in.calls[4][:2] + stand_in.calls[4][3:] == ("rl_chase", 77, 64, out.data_ptr())
     assert stand_in.calls == [
         ("rl_empty", 77, 5, 132, 256, 1),
-        ("rl_read", 77, data.data_ptr(), 40, out.data_ptr()),
-        stand_in.calls[2],
+        ("rl_read", 77, data.data_ptr(), 40, out.data_ptr(), 0),
+        ("rl_read", 77, data.data_ptr(), 40, out.data_ptr(), 1),
+        ("rl_unmark", 77, data.data_ptr(), 40),
+        stand_in.calls[4],
         ("rl_version", 77, 2, 2, *pointers, 3, 8, 1e-6),
     ]
 

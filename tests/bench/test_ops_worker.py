@@ -38,7 +38,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
     def chase(data: torch.Tensor, hops: int, out: torch.Tensor) -> None:
         device.launch({"chain": hops * 10}, host_us=2.0, fixed_us=-NODE_US)
 
-    monkeypatch.setattr(library, "load", lambda: (SimpleNamespace(empty=empty, chase=chase), "made up"))
+    def read(data: torch.Tensor, out: torch.Tensor, flush: bool = False) -> None:
+        device.launch({"chain": card.HOPS * 10}, host_us=2.0)
+
+    stand_in = SimpleNamespace(empty=empty, chase=chase, read=read)
+    monkeypatch.setattr(library, "load", lambda: (stand_in, "made up"))
 
 
 def answer(worker: OpsWorker, **message: Any) -> dict[str, Any]:

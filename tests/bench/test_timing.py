@@ -81,6 +81,17 @@ def test_hot_and_cold_of_a_small_operator() -> None:
     assert times["cold_us"] == pytest.approx(NODE_US + 60 / COLD_RATE)
 
 
+def test_flushes_leave_nothing_behind_for_hot_times() -> None:
+    """A flush marks its lines to be evicted last; what is measured next would find no place in L2."""
+    device = FakeDevice()
+    timer = Timer(device, ColdPlan(1), [device.kernel({"x": 40})], nothing)
+    timer.gpu_round()
+    timer.gpu_round()
+    assert device.told_flushed == 2
+    timer.event_round()
+    assert device.told_flushed == 3
+
+
 def rotating(device: FakeDevice, size: int, out: int) -> tuple[ColdPlan, list[Callable[[], object]]]:
     plan = ColdPlan.of(size + out, device.l2_bytes)
     return plan, [device.kernel({f"x{index}": size}, out=out) for index in range(plan.sets)]

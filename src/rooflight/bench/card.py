@@ -93,17 +93,23 @@ def _read_bandwidth(device: CudaDevice, size: int) -> Bandwidth:
 
 
 def latency_ns(device: CudaDevice) -> dict[str, float]:
-    """Nanoseconds of a load that waits for the one before it: from L2, and from DRAM after a flush."""
+    """Nanoseconds of a load that waits for the one before it: from L2, and from DRAM after a flush.
+
+    Before the flush the chain is loaded to be evicted last: the flush must evict that too.
+    """
     kernels, _ = library.load()
     if kernels is None:
         return {}
     chain = torch.zeros(HOPS + 1, HOP_BYTES // 4, dtype=torch.int32, device=device.name)
     chain[:HOPS, 0] = torch.arange(1, HOPS + 1, device=device.name) * chain.shape[1]
-    chase = partial(kernels.chase, chain, HOPS, torch.zeros(1, dtype=torch.int32, device=device.name))
+    scratch = torch.zeros(1, dtype=torch.int32, device=device.name)
+    chase, keep = partial(kernels.chase, chain, HOPS, scratch), partial(kernels.read, chain, scratch, flush=True)
     chase()
     hot = median(replay_us(device, device.capture([chase] * FLUSHED_LAUNCHES)) for _ in range(REPEATS))
-    flushed = device.capture([device.flush, chase] * FLUSHED_LAUNCHES)
-    cold = difference_us(device, flushed, device.capture([device.flush] * FLUSHED_LAUNCHES), FLUSHED_LAUNCHES)
+    flushes: list[Closure] = [device.flush, keep, device.flush]  # so that `keep` finds the chain in DRAM in both graphs
+    flushed = device.capture([*flushes, chase] * FLUSHED_LAUNCHES)
+    cold = difference_us(device, flushed, device.capture(flushes * FLUSHED_LAUNCHES), FLUSHED_LAUNCHES)
+    device.flushed()
     return {"L2": hot / FLUSHED_LAUNCHES / HOPS * 1e3, "DRAM": cold / HOPS * 1e3}
 
 

@@ -40,6 +40,8 @@ class Device(Protocol):
 
     def flush(self) -> None: ...
 
+    def flushed(self) -> None: ...
+
     def healthy(self) -> bool: ...
 
 
@@ -75,6 +77,7 @@ class CudaDevice:
         self._library, _ = library.load()
         self.flush_method = "torch.sum" if self._library is None else "read kernel"
         self.flush()  # whatever is loaded at a first launch cannot be captured
+        self.flushed()
 
     def capture(self, launches: Iterable[Closure], keep: int = 0) -> Graph:
         """Record the launches one after the other.
@@ -119,9 +122,17 @@ class CudaDevice:
         """Queue one kernel that reads a clean buffer of more than three times L2.
 
         What it evicts of an operator's output is written back at the operator's expense; its own lines are clean and
-        cost nothing to evict.
+        cost nothing to evict. Call `flushed` before anything is measured with hot caches.
         """
-        self.read(self._clean)
+        if self._library is None:
+            self.read(self._clean)
+        else:
+            self._library.read(self._clean, self._scratch, flush=True)
+
+    def flushed(self) -> None:
+        """After flushes: queue what lets their lines leave L2 as easily as others."""
+        if self._library is not None:
+            self._library.unmark(self._clean)
 
     def read(self, data: torch.Tensor) -> None:
         """Queue one kernel that reads all of an FP32 vector once."""

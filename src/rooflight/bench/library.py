@@ -20,11 +20,13 @@ class BenchLibrary:
         """OSError if the file cannot be loaded, AttributeError if it is another library."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._library = ctypes.CDLL(str(path))
-        self._empty, self._read, self._chase, self._version = (
-            getattr(self._library, name) for name in ("rl_empty", "rl_read", "rl_chase", "rl_version")
+        names = ("rl_empty", "rl_read", "rl_unmark", "rl_chase", "rl_version")
+        self._empty, self._read, self._unmark, self._chase, self._version = (
+            getattr(self._library, name) for name in names
         )
         self._empty.argtypes = [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int]
-        self._read.argtypes = [pointer, pointer, size, pointer]
+        self._read.argtypes = [pointer, pointer, size, pointer, ctypes.c_int]
+        self._unmark.argtypes = [pointer, pointer, size]
         self._chase.argtypes = [pointer, pointer, ctypes.c_int, pointer]
         self._version.argtypes = [pointer, ctypes.c_int, ctypes.c_int, pointer, pointer, pointer]
         self._version.argtypes += [ctypes.c_long, ctypes.c_int, ctypes.c_float]
@@ -33,9 +35,17 @@ class BenchLibrary:
         """`count` kernels that do nothing, with programmatic dependent launch if `pdl`."""
         _check(self._empty(_stream(), count, grid, block, int(pdl)))
 
-    def read(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Read all of `data` (contiguous) once, in one kernel. out: four bytes of scratch on the same device."""
-        _check(self._read(_stream(), data.data_ptr(), data.numel() * data.element_size(), out.data_ptr()))
+    def read(self, data: torch.Tensor, out: torch.Tensor, flush: bool = False) -> None:
+        """Read all of `data` (contiguous) once, in one kernel. out: four bytes of scratch on the same device.
+
+        flush: also evict lines of L2 that were loaded to be evicted last. Those of `data` are such lines then, until
+        `unmark`.
+        """
+        _check(self._read(_stream(), data.data_ptr(), data.nbytes, out.data_ptr(), int(flush)))
+
+    def unmark(self, data: torch.Tensor) -> None:
+        """Let L2 treat the lines of `data` (aligned to 128 bytes) like others again after flushes."""
+        _check(self._unmark(_stream(), data.data_ptr(), data.nbytes))
 
     def chase(self, data: torch.Tensor, hops: int, out: torch.Tensor) -> None:
         """Follow `hops` indices through data (INT32), starting at 0, each load waiting for the one before it.

@@ -111,6 +111,8 @@ def event_us(device: Device, call: Closure, cold: bool) -> list[float]:
             if cold:
                 device.flush()
             times += device.laps_us([call])
+    if cold:
+        device.flushed()
     return times
 
 
@@ -168,6 +170,7 @@ class Timer:
         times = {"hot_us": replay_us(self.device, self._hot) / self.hot_launches}
         if self.plan.flushes:
             times["cold_us"] = difference_us(self.device, self._cold, self._flush, self.cold_launches)
+            self.device.flushed()
         else:
             times["cold_us"] = replay_us(self.device, self._cold) / self.cold_launches
         return times
