@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from rooflight.limits.accuracy import accuracy
 from rooflight.limits.advice import what_if
 from rooflight.limits.ceilings import ceilings, known
 from rooflight.limits.explanation import Explanation, explain
+from rooflight.limits.profile.analysis import Profile, read_profile
+from rooflight.limits.profile.families import short_name
 from rooflight.limits.scenario import Scenario
 from rooflight.limits.trace import Step
 from rooflight.models.load import load_config
@@ -125,10 +129,65 @@ def judged() -> str:
     return markdown(header, rows, right=2) + "".join(notes)
 
 
+def traced() -> tuple[Profile, float]:
+    """transformers' decode on the H200, and what a step took without the profiler, in microseconds."""
+    path = ROOT / "results" / GPU / "transformers_decode.json.gz"
+    with gzip.open(path) as file:
+        unprofiled = json.load(file)["unprofiled_step_us"]
+    return read_profile(path, ceilings(GPU)), float(unprofiled)
+
+
+def trace_host() -> str:
+    found, unprofiled = traced()
+    busy = sum(step.busy_us for step in found.steps) / len(found.steps)
+    profiled = sum(step.duration_us for step in found.steps) / len(found.steps)
+    limit = step(context=64)
+    kernels, launches = found.kernels // len(found.steps), found.launches.calls // len(found.steps)
+    rows = [
+        ["step, without the profiler", time(unprofiled)],
+        ["step, recorded", time(profiled)],
+        ["GPU busy in it", time(busy)],
+        ["host share, without the profiler", f"{1 - busy / unprofiled:.0%}"],
+        ["kernels", f"{kernels:,}"],
+        ["launches by the host", f"{launches:,}"],
+        ["limit of our step: as kernels, in a graph", time(limit.graph_us)],
+        ["limit of our step: all overlapped", time(limit.stream_us)],
+    ]
+    return markdown(["transformers, Qwen3-0.6B's shapes, one sequence, µs", "a step"], rows, right=1)
+
+
+def trace_families() -> str:
+    found, _ = traced()
+    rows = [[f.name, f"{f.calls // len(found.steps):,}", f"{f.share:.0%}"] for f in found.families if f.share >= 0.01]
+    return markdown(["family", "kernels a step", "of GPU time"], rows, right=1)
+
+
+def trace_kernels() -> str:
+    found, _ = traced()
+    rows = [
+        [
+            f"`{short_name(row.name, 60)}`",
+            ", ".join(f"`{name}`" for name in row.operators[:1]),
+            f"{row.calls // len(found.steps):,}",
+            time(row.mean_us),
+            f"{row.share:.0%}",
+            row.wall,
+            "-" if row.limit_us is None else time(row.limit_us),
+            "-" if row.at_limit is None else f"{row.at_limit:.0%}",
+        ]
+        for row in found.rows[:5]
+    ]
+    header = ["kernel", "operator", "a step", "mean µs", "of GPU time", "wall", "limit µs", "at limit"]
+    return markdown(header, rows, right=2)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "roofline-operators": operators,
     "roofline-batches": batches,
     "roofline-formats": formats,
     "roofline-cards": cards,
     "roofline-accuracy": judged,
+    "trace-host": trace_host,
+    "trace-families": trace_families,
+    "trace-kernels": trace_kernels,
 }
