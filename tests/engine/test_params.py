@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 import re
 from typing import Any
 
 import pytest
 
 from rooflight import SamplingParams
+from rooflight.engine.params import choice_seed
 
 HUGE = 10**400  # beyond any float
 
@@ -41,6 +45,15 @@ HUGE = 10**400  # beyond any float
         {"stop": ()},
         {"stop_token_ids": [0, 5]},
         {"ignore_eos": True},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": HUGE},
+        {"frequency_penalty": -2, "presence_penalty": 2.0},
+        {"logit_bias": {}},
+        {"logit_bias": {0: -100, 7: 100.0}},
+        {"logprobs": None, "prompt_logprobs": None},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"n": 1},
+        {"n": 128},
     ],
     ids=lambda fields: ",".join(f"{name}={str(value)[:12]}" for name, value in fields.items()),
 )
@@ -64,6 +77,13 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("stop_token_ids", f"{WHOLE}, 0 or more", [[-1], [1, 2.0], [True], ["1"], "12", [None], [math.nan], [math.inf]]),
     ("stop_token_ids", "a list of token ids", [None, 5, math.nan]),
     ("ignore_eos", "True or False", [0, 1, "no", None, math.nan]),
+    ("repetition_penalty", "a number, above 0", [0, 0.0, -1.0, True, "1", None, math.nan, math.inf]),
+    ("frequency_penalty", "a number, from -2 to 2", [-2.1, 2.000001, True, "1", None, math.nan, math.inf, HUGE]),
+    ("presence_penalty", "a number, from -2 to 2", [-2.1, 2.000001, False, "1", None, math.nan, -math.inf]),
+    ("logit_bias", "a mapping of token ids to numbers", [None, 5, [(1, 2.0)], "1", math.nan]),
+    ("logprobs", f"{WHOLE}, from 0 to 20", [-1, 21, 1.0, True, "5", math.nan, math.inf]),
+    ("prompt_logprobs", f"{WHOLE}, from 0 to 20", [-1, 21, 1.0, False, "5", math.nan, math.inf]),
+    ("n", f"{WHOLE}, 1 or more", [0, -1, 1.0, True, "2", None, math.nan, math.inf]),
 ]
 
 
@@ -99,3 +119,79 @@ def test_params_do_not_follow_a_list_that_changes_later() -> None:
 def test_the_default_is_greedy_and_limited() -> None:
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.stop, params.seed) == (0.0, 256, (), None)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [({token: 1.0}, f"logit_bias token id must be {WHOLE}, 0 or more, was {token!r}") for token in (-1, 1.0, "5", True)]
+    + [
+        ({5: value}, f"logit_bias[5] must be a number, from -100 to 100, was {value!r}")
+        for value in (-100.5, 101, math.inf, -math.inf, math.nan, "1", True, None)
+    ],
+)
+def test_a_wrong_entry_of_logit_bias_is_named(bias: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SamplingParams(logit_bias={3: 0.5} | bias)
+
+
+def test_logit_bias_is_a_mapping_that_follows_nobody_and_can_be_hashed_and_copied() -> None:
+    given = {5: 1.5, 3: -2}
+    params = SamplingParams(logit_bias=given)
+    given[5] = 9.0
+    assert params.logit_bias == {3: -2, 5: 1.5}
+    assert params.logit_bias[5] == 1.5
+    assert params == SamplingParams(logit_bias={3: -2, 5: 1.5})
+    assert hash(params) == hash(SamplingParams(logit_bias={3: -2, 5: 1.5}))
+    assert params != SamplingParams(logit_bias={3: -2, 5: 1.25})
+    with pytest.raises(TypeError):
+        params.logit_bias[5] = 2.0  # type: ignore[index]
+    changed = dataclasses.replace(params, n=2)
+    assert (changed.logit_bias, changed.n) == ({3: -2, 5: 1.5}, 2)
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused_and_an_end_token_there_is_not() -> None:
+    params = SamplingParams(logit_bias={1: 1.0, 100: 1.0, 2: 1.0}, stop_token_ids=[500])
+    params.check_vocabulary(101)
+    with pytest.raises(ValueError, match=r"^logit_bias must have token ids below 100, was one with 100$"):
+        params.check_vocabulary(100)
+    SamplingParams().check_vocabulary(1)
+
+
+def test_what_the_operators_get_is_in_the_range_of_their_dtypes() -> None:
+    largest = 3.4028234663852886e38
+    params = SamplingParams(temperature=HUGE, top_k=HUGE, top_p=0.5, min_p=0.25, repetition_penalty=HUGE)
+    assert params.filters == (largest, 0.5, 0.25, 2**31 - 1)
+    assert params.penalties == (largest, 0, 0)
+    assert SamplingParams(repetition_penalty=1e-300).penalties[0] == 2.0**-126
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "min_tokens": 3, "logprobs": 5}, False),
+        ({"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"logit_bias": {0: 1}}, True),
+    ],
+)
+def test_only_penalties_and_bias_change_logits(fields: dict[str, Any], changes: bool) -> None:
+    assert SamplingParams(**fields).changes_logits is changes
+
+
+def test_choice_seeds_are_the_published_mix_and_differ() -> None:
+    """SplitMix64 started at 0 gives 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 and 0x06C45D188009454F first."""
+    assert [choice_seed(0, i) for i in range(4)] == [
+        0,
+        0xE220A8397B1DCDAF >> 1,
+        0x6E789E6AA1B965F4 >> 1,
+        0x06C45D188009454F >> 1,
+    ]
+    seeds = [*range(-50, 50), 2**63 - 1, -(2**63)]
+    drawn = [choice_seed(seed, index) for seed in seeds for index in range(1, 100)]
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert [choice_seed(seed, 0) for seed in seeds] == seeds
