@@ -1,24 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rooflight import SamplingParams
-from rooflight.engine.sampler import sample_tokens
+from rooflight.engine.params import choice_seed
+from rooflight.engine.sampler import sample, sample_tokens
 from rooflight.engine.scheduler import Sequence
-
-INF = float("inf")
-
-
-def sequence(generated: int = 0, seed: int = 5, ends: frozenset[int] = frozenset(), **params: Any) -> Sequence:
-    return Sequence(0, [1] * (3 + generated), 3, 100, SamplingParams(**params), seed, ends)
-
-
-def logits(rows: int = 1, vocab_size: int = 50, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+from tests.engine.sequences import INF, logits, sequence
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
@@ -125,3 +119,83 @@ def test_draws_follow_the_distribution() -> None:
     counts = torch.bincount(torch.tensor(tokens), minlength=4)
     expected = probabilities * len(seeds)
     assert float(((counts - expected) ** 2 / expected).sum()) < 25.9
+
+
+def every_kind() -> list[Sequence]:
+    """Rows that ask for all that there is, some of them with the same tokens or the same seed."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 0},
+        {"logprobs": 20, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "seed": 42},
+        {"temperature": 0.8, "seed": 42, "top_k": 30, "logprobs": 3},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.7},
+        {"temperature": 2.0, "min_p": 0.05, "frequency_penalty": 0.9, "generated": [3, 3, 9]},
+        {"temperature": 1.0, "presence_penalty": -2, "generated": list(range(200, 260)), "logprobs": 5},
+        {"temperature": 1.0, "logit_bias": {7: 3.5, 400: -1}, "logprobs": 1},
+        {"temperature": 1.0, "logit_bias": {3: 2.0}, "generated": 5},
+        {"min_tokens": 4, "ends": range(0, 500, 2), "generated": 2, "logprobs": 2},
+        {"temperature": 1.0, "min_tokens": 4, "ends": {0, 1}, "logit_bias": {0: 100, 1: 100}},
+        {"temperature": 1.0, "top_k": 10**30, "prompt": [5] * 300, "repetition_penalty": 3},
+        {"temperature": 1.0, "top_p": 0.0},
+    ]
+    return [sequence(**({"seed": index} | option)) for index, option in enumerate(options)]
+
+
+KINDS = every_kind()
+ROWS = (logits(len(KINDS) + 2, 500) * 8).round() / 4  # equals are common, as in BF16
+ROWS[-2], ROWS[-1, 5] = torch.nan, torch.nan
+KINDS += [sequence(temperature=1.0, logprobs=5, repetition_penalty=2), sequence(logprobs=5)]
+ALONE = [sample(ROWS[i : i + 1].clone(), [KINDS[i]]) for i in range(len(KINDS))]
+
+
+@given(st.permutations(range(len(KINDS))), st.integers(1, len(KINDS)))
+def test_br_059_neighbours_change_neither_token_nor_logprob(order: list[int], size: int) -> None:
+    batch = order[:size]
+    tokens, reports = sample(ROWS[batch], [KINDS[i] for i in batch])
+    assert [([token], [report]) for token, report in zip(tokens, reports, strict=True)] == [ALONE[i] for i in batch]
+
+
+def play(own: Sequence, steps: int, others: list[Sequence]) -> list[int]:
+    """The tokens that a sequence draws in so many steps, beside others that grow too."""
+    for _ in range(steps):
+        rows = torch.cat([logits(len(others), 300, seed=99), logits(1, 300, seed=len(own.tokens))])
+        for member, token in zip([*others, own], sample_tokens(rows, [*others, own]), strict=True):
+            member.tokens.append(token)
+    return own.tokens[own.num_prompt :]
+
+
+SEEDED: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.5, "frequency_penalty": 0.5}
+
+
+def test_br_059_a_seeded_request_repeats_itself_in_any_company_and_after_preemption() -> None:
+    alone = play(sequence(seed=42, **SEEDED), 16, [])
+    assert len(set(alone)) > 8
+    for others in ([], [sequence(seed=3, temperature=0.8)], [sequence(seed=7, temperature=1.0, logprobs=1)] * 2):
+        assert play(sequence(seed=42, **SEEDED), 16, [dataclasses.replace(s, tokens=[1]) for s in others]) == alone
+    # A preempted sequence comes back with its tokens and nothing else.
+    first = play(sequence(seed=42, **SEEDED), 6, [sequence(temperature=1.0)])
+    assert play(sequence(first, seed=42, **SEEDED), 10, []) == alone
+
+
+def test_br_059_choices_of_one_seed_differ_and_repeat() -> None:
+    choices = [play(sequence(seed=choice_seed(42, i), **SEEDED), 16, []) for i in range(4)]
+    assert len({tuple(choice) for choice in choices}) == 4
+    assert [play(sequence(seed=choice_seed(42, i), **SEEDED), 16, []) for i in range(4)] == choices
+    assert choices[0] == play(sequence(seed=42, **SEEDED), 16, [])
+
+
+def test_choices_of_one_seed_follow_the_distribution() -> None:
+    """2,000 choices of one request over 4 tokens; 3 degrees of freedom, chance of a false alarm 1e-5."""
+    probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    rows = probabilities.log().expand(2000, 4).clone()
+    tokens = sample_tokens(rows, [sequence(seed=choice_seed(42, i), temperature=1.0) for i in range(2000)])
+    expected = probabilities * 2000
+    assert float(((torch.bincount(torch.tensor(tokens), minlength=4) - expected) ** 2 / expected).sum()) < 25.9
+
+
+def test_logits_may_be_a_slice_of_wider_ones() -> None:
+    """A vocabulary padded to a round size leaves rows that are further apart than they are long."""
+    wide = logits(3, 64)
+    sequences = [sequence(logit_bias={5: 50}), sequence(ends=range(49), min_tokens=1), sequence(logprobs=2)]
+    assert sample(wide[:, :50].clone(), sequences) == sample(wide[:, :50], sequences)
