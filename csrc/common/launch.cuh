@@ -127,7 +127,8 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
   const CaptureEnd before = capture_end(stream);
   const bool ours_before = before.node != nullptr && before.node == last_captured.node &&
                            before.capture == last_captured.capture && before.stream == last_captured.stream;
-  const bool overlaps = overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before);
+  const bool overlaps = (overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before)) &&
+                        card().major >= 9;  // Hopper and later
   if (overlaps && overlap == Overlap::kBehindOurs && shared == 0) {
     shared = even_share(reinterpret_cast<const void*>(kernel), int64_t{grid.x} * grid.y * grid.z,
                         static_cast<int>(block.x * block.y * block.z));
@@ -140,7 +141,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = overlaps && card().major >= 9 ? 1 : 0;  // Hopper and later
+  config.numAttrs = overlaps ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), "kernel launch");
   if (before.capturing) last_captured = overlap == Overlap::kNever ? CaptureEnd{} : capture_end(stream);
 }
