@@ -103,7 +103,8 @@ inline thread_local CaptureEnd last_captured;
 // three (docs/lab). It helps where the last block of each share exists nearly everywhere.
 inline int even_share(const void* kernel, int64_t blocks, int threads) {
   constexpr int64_t kMostShare = 4;
-  constexpr int kReservedShared = 1024, kGranule = 128;  // bytes of shared memory: of each block, and at once
+  // Bytes of shared memory: kept by the driver in each block; the unit in which it is given.
+  constexpr int kReservedShared = 1024, kGranule = 128;
   const int64_t places = card().multiprocessors, share = (blocks + places - 1) / places;
   if (share < 2 || share > kMostShare || 4 * blocks < 3 * share * places) return 0;
   cudaFuncAttributes own = {};
@@ -116,7 +117,8 @@ inline int even_share(const void* kernel, int64_t blocks, int threads) {
 }
 
 // Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory, so that overlapping is safe
-// whatever comes before, and let_next_kernel_start(). shared: bytes of dynamic shared memory.
+// whatever comes before, and let_next_kernel_start(). shared: bytes of dynamic shared memory; 0 may be raised by
+// even_share.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Overlap overlap, int shared,
             Arguments... arguments) {

@@ -45,7 +45,7 @@ def _options(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_no_placeholder_is_an_options_own_name() -> None:
-    """Typer up to 0.27 takes such a placeholder for the name and knows no --gpu, only --GPU."""
+    """Typer 0.27 takes such a placeholder for the name and knows no --gpu, only --GPU."""
     for path, option in _options(typer.main.get_command(app), "rooflight"):
         assert (option.metavar or "").lower() != option.name, path
         assert all(name == name.lower() for name in option.opts), (path, option.opts)

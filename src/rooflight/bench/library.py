@@ -38,8 +38,8 @@ class BenchLibrary:
     def read(self, data: torch.Tensor, out: torch.Tensor, flush: bool = False) -> None:
         """Read all of `data` (contiguous) once, in one kernel. out: four bytes of scratch on the same device.
 
-        flush: also evict lines of L2 that were loaded to be evicted last. Those of `data` are such lines then, until
-        `unmark`.
+        flush: also evict lines of L2 that were loaded to be evicted last. The lines of `data` are then marked so
+        themselves, until `unmark`.
         """
         _check(self._read(_stream(), data.data_ptr(), data.nbytes, out.data_ptr(), int(flush)))
 
