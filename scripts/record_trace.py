@@ -4,11 +4,13 @@
 
 A model of the preset's shapes (default qwen3-0.6b) with random weights, BF16 on a GPU and FP32 on a CPU; a prompt of 32
 tokens, a few tokens to warm up, then STEPS (default 4) decode steps under torch.profiler with shapes. Recording slows
-the host down, so the trace's metadata say what a step takes without: unprofiled_step_us, the median of some.
+the host down, so the trace's metadata say what a step takes without: unprofiled_step_us, the median of some. They also
+say where it was recorded: environment.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from rooflight.bench.environment import describe, describe_gpu, version
 from rooflight.models.config import ModelConfig
 from rooflight.models.load import load_config
 
@@ -43,9 +46,15 @@ def model_of(config: ModelConfig, device: str) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(**common)).eval()
 
 
+def environment(device: str) -> dict[str, object]:
+    gpu = describe_gpu() if device == "cuda" else {}
+    return {**gpu, **describe(torch.get_num_threads()), "transformers": version("transformers")}
+
+
 @torch.inference_mode()
 def record(out: Path, preset: str, steps: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = json.dumps(environment(device))
     config = load_config(f"random:{preset}")
     model, cache = model_of(config, device), DynamicCache()
     ids = torch.randint(config.vocab_size, (1, PROMPT), device=device)
@@ -73,6 +82,7 @@ def record(out: Path, preset: str, steps: int) -> None:
         for _ in range(1 + steps):
             decode()
             profiler.add_metadata_json("unprofiled_step_us", f"{median(times):.1f}")
+            profiler.add_metadata_json("environment", where)
             profiler.step()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from norm_tables import markdown
 
@@ -22,6 +24,10 @@ from rooflight.models.load import load_config
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, GPU = "random:qwen3-0.6b", "h200"
 CONFIG = load_config(MODEL)
+# Tokens in the cache before the first step that scripts/record_trace.py records: the prompt, taken in by the first of 8
+# steps that warm up; one of each of the other 7, of 32 that are timed and of one that warms up the profiler.
+TRACED_CONTEXT = 32 + 7 + 32 + 1
+METADATA = ("unprofiled_step_us", "environment")  # that it writes into the trace
 
 
 def step(phase: str = "decode", batch: int = 1, context: int = 1024, gpu: str = GPU) -> Explanation:
@@ -129,19 +135,38 @@ def judged() -> str:
     return markdown(header, rows, right=2) + "".join(notes)
 
 
-def traced() -> tuple[Profile, float]:
-    """transformers' decode on the H200, and what a step took without the profiler, in microseconds."""
+@cache
+def traced() -> tuple[Profile, dict[str, Any]]:
+    """transformers' decode on the H200, and its trace's metadata; "environment" is beside it where it says none."""
     path = ROOT / "results" / GPU / "transformers_decode.json.gz"
     with gzip.open(path) as file:
-        unprofiled = json.load(file)["unprofiled_step_us"]
-    return read_profile(path, ceilings(GPU)), float(unprofiled)
+        data = json.load(file)
+    beside = json.loads(path.with_name("transformers_decode.environment.json").read_text())
+    metadata = {"environment": beside["environment"]} | {key: data[key] for key in METADATA if key in data}
+    return read_profile(path, ceilings(GPU)), metadata
+
+
+def traced_origin() -> str:
+    where = traced()[1]["environment"]
+    transformers = where["transformers"] or "of a version that was not noted"
+    return (
+        f"Recorded on {where['device']}, driver {where['driver']}, {where['cpu']}, {where['cores']} cores, PyTorch "
+        f"{where['torch']}, transformers {transformers}; commit {where['commit']}, {where['date']}."
+    )
+
+
+def traced_limits() -> str:
+    return f"\n{traced_origin()} Limits: ceilings {ceilings(GPU).origin}.\n"
 
 
 def trace_host() -> str:
-    found, unprofiled = traced()
+    found, metadata = traced()
+    unprofiled = float(metadata["unprofiled_step_us"])
     busy = sum(step.busy_us for step in found.steps) / len(found.steps)
     profiled = sum(step.duration_us for step in found.steps) / len(found.steps)
-    limit = step(context=64)
+    limit = step(context=TRACED_CONTEXT)
+    ours = f"limit of our step, {TRACED_CONTEXT} tokens in the cache"
+    assert found.launches.call_us is not None
     kernels, launches = found.kernels // len(found.steps), found.launches.calls // len(found.steps)
     rows = [
         ["step, without the profiler", time(unprofiled)],
@@ -150,16 +175,17 @@ def trace_host() -> str:
         ["host share, without the profiler", f"{1 - busy / unprofiled:.0%}"],
         ["kernels", f"{kernels:,}"],
         ["launches by the host", f"{launches:,}"],
-        ["limit of our step: as kernels, in a graph", time(limit.graph_us)],
-        ["limit of our step: all overlapped", time(limit.stream_us)],
+        ["host's time for one launch, recorded, median", time(found.launches.call_us)],
+        [f"{ours}: as kernels, in a graph", time(limit.graph_us)],
+        [f"{ours}: all overlapped", time(limit.stream_us)],
     ]
-    return markdown(["transformers, Qwen3-0.6B's shapes, one sequence, µs", "a step"], rows, right=1)
+    return markdown(["transformers, Qwen3-0.6B's shapes, one sequence, µs", "a step"], rows, right=1) + traced_limits()
 
 
 def trace_families() -> str:
     found, _ = traced()
     rows = [[f.name, f"{f.calls // len(found.steps):,}", f"{f.share:.0%}"] for f in found.families if f.share >= 0.01]
-    return markdown(["family", "kernels a step", "of GPU time"], rows, right=1)
+    return markdown(["family", "kernels a step", "of GPU time"], rows, right=1) + f"\n{traced_origin()}\n"
 
 
 def trace_kernels() -> str:
@@ -167,7 +193,7 @@ def trace_kernels() -> str:
     rows = [
         [
             f"`{short_name(row.name, 60)}`",
-            ", ".join(f"`{name}`" for name in row.operators[:1]),
+            f"`{row.operators[0]}`",
             f"{row.calls // len(found.steps):,}",
             time(row.mean_us),
             f"{row.share:.0%}",
@@ -178,7 +204,7 @@ def trace_kernels() -> str:
         for row in found.rows[:5]
     ]
     header = ["kernel", "operator", "a step", "mean µs", "of GPU time", "wall", "limit µs", "at limit"]
-    return markdown(header, rows, right=2)
+    return markdown(header, rows, right=2) + traced_limits()
 
 
 TABLES: dict[str, Callable[[], str]] = {
