@@ -37,7 +37,10 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """The host queues kernels, the GPU runs them later; buffers are names with a number of bytes, LRU in the cache."""
+    """The host queues kernels, the GPU runs them later; buffers are names with a number of bytes, LRU in the cache.
+
+    From a flush until `flushed` nothing stays there: its lines are the last to be evicted.
+    """
 
     name = "cpu"
     flush_method = "fake"
@@ -47,7 +50,7 @@ class FakeDevice:
         self.host_us = self.gpu_us = 0.0
         self.launches = 0
         self.working = True
-        self.told_flushed = 0
+        self._marked = False
         self._cached: OrderedDict[str, int] = OrderedDict()
         self._recording: list[Callable[[], float]] | None = None
         self._free: list[str] = []
@@ -110,7 +113,7 @@ class FakeDevice:
         self.launch({CLEAN: 3 * self.l2_bytes + 1}, host_us=5.0)
 
     def flushed(self) -> None:
-        self.told_flushed += 1
+        self._marked = False
 
     def healthy(self) -> bool:
         return self.working
@@ -127,4 +130,7 @@ class FakeDevice:
         self._cached.move_to_end(name)
         while sum(self._cached.values()) > self.l2_bytes:
             self._cached.popitem(last=False)
+        self._marked = self._marked or name == CLEAN
+        if self._marked:
+            self._cached.clear()
         return size / (HOT_RATE if hit else COLD_RATE)

@@ -85,11 +85,12 @@ def test_flushes_leave_nothing_behind_for_hot_times() -> None:
     """A flush marks its lines to be evicted last; what is measured next would find no place in L2."""
     device = FakeDevice()
     timer = Timer(device, ColdPlan(1), [device.kernel({"x": 40})], nothing)
-    timer.gpu_round()
-    timer.gpu_round()
-    assert device.told_flushed == 2
-    timer.event_round()
-    assert device.told_flushed == 3
+    first = timer.gpu_round()
+    assert first["hot_us"] == pytest.approx(NODE_US + 40 / HOT_RATE)
+    assert timer.gpu_round() == pytest.approx(first)
+    for _ in range(2):
+        samples = timer.event_round()["event_hot_us"]  # the first of the second round finds the cache empty
+        assert samples[1:] == pytest.approx([10.0 + NODE_US + 40 / HOT_RATE] * (timing.EVENT_SAMPLES - 1))
 
 
 def rotating(device: FakeDevice, size: int, out: int) -> tuple[ColdPlan, list[Callable[[], object]]]:
