@@ -44,6 +44,7 @@ class FakeDevice:
 
     name = "cpu"
     flush_method = "fake"
+    read_method = "fake read"
 
     def __init__(self, l2_bytes: int = 10_000) -> None:
         self.l2_bytes = l2_bytes

@@ -128,6 +128,7 @@ def test_all_ceilings(device: FakeDevice, kernels: None, monkeypatch: pytest.Mon
     measured = card.measure(device, full=True)  # type: ignore[arg-type]
     assert [point.bytes for point in measured.copy] == [8192, 16384]
     assert [point.rate for point in measured.read] == [pytest.approx(16384 / (16384 / COLD_RATE + NODE_US) * 1e6)]
+    assert measured.methods["read"] == "fake read"  # not how it flushes
     assert list(measured.matmul) == ["fp32", "tf32", "fp16", "bf16"]
     assert measured.call_us["empty kernel"] == pytest.approx(2.0)
     assert measured.call_us["PyTorch operator"] == 0.0  # it ran on the CPU, unseen by the made-up clock

@@ -45,7 +45,7 @@ def measure(device: CudaDevice, full: bool) -> Card:
     if not full:
         return Card(properties.name, device.l2_bytes, copy, node_us=nodes, methods=methods)
     read = tuple(_read_bandwidth(device, size) for size in READS if size <= largest)
-    methods["read"] = device.flush_method
+    methods["read"] = device.read_method
     matmul, missing = _matmuls(device)
     calls = _launch_costs(device)
     latency = latency_ns(device)

@@ -75,7 +75,8 @@ class CudaDevice:
         self._clean = torch.ones((FLUSH_FACTOR * self.l2_bytes // 4 // 1024 + 1) * 1024, device=self.name)
         self._scratch = torch.zeros((), device=self.name)
         self._library, _ = library.load()
-        self.flush_method = "torch.sum" if self._library is None else "read kernel"
+        self.read_method = "torch.sum" if self._library is None else "read kernel"
+        self.flush_method = "torch.sum" if self._library is None else "read kernel, evict last"
         self.flush()  # whatever is loaded at a first launch cannot be captured
         self.flushed()
 
