@@ -30,12 +30,9 @@ def decode(batch: int = 1, context: int = 0, gpu: str = "h200", **formats: str) 
 def test_qwen3_06b_as_known() -> None:
     found = explain("qwen3-0.6b", QWEN, decode())
     assert found.weight_bytes == 1_192_099_840
-    assert found.bytes == pytest.approx(1_192.1e6, rel=0.02)
-    # 268 us are these bytes at 4.44 TB/s, as a read of their size was once timed, start and end included. The card that
-    # is recorded here reads them in a graph.
-    assert found.bytes / 4.44e12 * 1e6 == pytest.approx(268, rel=0.02)
-    assert found.stream_us == pytest.approx(found.bytes / found.card.read_rate(found.bytes) * 1e6, rel=0.01)
-    assert found.stream_us == pytest.approx(268, rel=0.05)
+    assert found.bytes == pytest.approx(1_196.8e6, rel=1e-3)  # and what is written, at a little less than the read rate
+    assert found.card.read_rate(found.bytes) == pytest.approx(4.63e12, rel=0.05)  # records of this card differ by 2 %
+    assert found.stream_us == pytest.approx(found.bytes / found.card.read_rate(found.bytes) * 1e6, rel=1e-3)
     assert found.stream_wall == "memory"
     assert found.tokens_per_s == pytest.approx(1e6 / found.stream_us)
     assert found.kv_bytes_per_token == 112 * 1024
