@@ -36,7 +36,7 @@ def test_json_has_the_same_figures() -> None:
     result = invoke("explain", "random:qwen3-0.6b", "--context", "0", "--json", "--what-if", "batch=8")
     data = json.loads(result.stdout)
     assert data["weight_bytes"] == 1_192_099_840
-    assert data["stream_us"] == pytest.approx(268, rel=0.02)
+    assert data["stream_us"] == pytest.approx(268, rel=0.05)  # see tests/limits/test_explanation.py
     assert [piece["step"] for piece in data["advice"]] == ["phase", "parallelism", "precision", "own kernel"]
     assert data["what_if"][0]["gain"] > 5
 

@@ -40,12 +40,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.fixture(scope="session")
 def shared_llm(checkpoints: Checkpoints) -> LLM:
     folder, _ = checkpoints("qwen3", max_position_embeddings=1024)
-    return LLM(str(folder), page_size=4, num_pages=512, max_model_len=600, prefill_chunk=64)
+    return LLM(str(folder), page_size=4, num_pages=512, max_model_len=600, max_num_batched_tokens=64)
 
 
 @pytest.fixture
 def llm(shared_llm: LLM) -> Iterator[LLM]:
     """A tiny Qwen3 with a tokenizer; at the end of each test it must be idle with all pages free."""
+    pool = shared_llm.engine.scheduler.pool
+    pool.withdraw(range(pool.num_pages))  # no test finds the prompts of another in the prefix cache
     yield shared_llm
     try:
         assert_idle(shared_llm)

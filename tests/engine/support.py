@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from rooflight import LLM, Completion, SamplingParams
-from rooflight.engine.scheduler import StepPlan
+from rooflight.engine.page_pool import ROOT
+from rooflight.engine.plan import StepPlan
+from rooflight.engine.scheduler import Scheduler
 from tests.models import tiny
 
 # Ids 0 to 5 are special tokens, then come the 256 bytes, then whole pieces that only a script can say.
@@ -102,9 +105,21 @@ def assert_idle(llm: LLM) -> None:
     """Nothing runs, waits or is remembered, and every page is free exactly once."""
     engine = llm.engine
     assert not engine.busy
-    assert (list(engine.scheduler.waiting), engine.scheduler.running) == ([], [])
-    assert llm._inboxes == {}
-    assert sorted(engine.scheduler.pool._free) == list(range(engine.scheduler.pool.num_pages))
+    assert (engine.scheduler.waiting, engine.scheduler.running) == ([], [])
+    assert (engine._requests, engine._empty, llm._inboxes) == ({}, [], {})
+    assert_conserved(engine.scheduler)
+    assert engine.scheduler.pool.free == engine.scheduler.pool.num_pages
+
+
+def assert_conserved(scheduler: Scheduler) -> None:
+    """Every page is free, held as often as running sequences say, or idle in the prefix cache: exactly one of these."""
+    pool = scheduler.pool
+    held = Counter(page for sequence in scheduler.running for page in sequence.pages)
+    assert [pool._holders[page] for page in range(pool.num_pages)] == [held[page] for page in range(pool.num_pages)]
+    assert sorted([*held, *pool._free, *pool._idle]) == list(range(pool.num_pages))
+    assert pool._keys == {page: key for key, page in pool._published.items()}
+    assert set(pool._idle) <= set(pool._keys)
+    assert set(pool._links.values()) | {ROOT} == pool._alive
 
 
 SECOND = ids_of("x")[0]  # what a scripted model says where its line is not allowed or has ended

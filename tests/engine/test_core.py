@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from rooflight import LLM, Chunk, SamplingParams
 from rooflight.engine.core import Engine
-from rooflight.engine.scheduler import StepPlan
-from tests.engine.support import Script, assert_idle, ids_of, play, prompt_ids, tokens_alone
+from rooflight.engine.plan import StepPlan
+from tests.engine.support import Script, assert_conserved, assert_idle, ids_of, play, prompt_ids, tokens_alone
 
 PARAMS = SamplingParams(max_tokens=12)
 
@@ -97,16 +97,25 @@ def poisoned(shared_llm: LLM) -> Iterator[int]:
 
 @pytest.mark.parametrize("length", [5, 63, 64, 65, 150])
 def test_a_request_that_computes_nan_hurts_neither_neighbours_nor_successors(
-    llm: LLM, poisoned: int, length: int
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, poisoned: int, length: int
 ) -> None:
     prompts = [prompt_ids(20, seed=2), prompt_ids(67, seed=3)]
     alone = [tokens_alone(llm, prompt, PARAMS) for prompt in prompts]
     assert not any(poisoned in [*prompt, *tokens] for prompt, tokens in zip(prompts, alone, strict=True))
     bad = [*prompt_ids(length - 1, seed=4), poisoned]
+    run, cache, left_nan = llm.engine.runner.run, llm.engine.runner.cache, False
+
+    def watched(plan: StepPlan) -> torch.Tensor:
+        nonlocal left_nan
+        logits = run(plan)
+        left_nan = left_nan or bool(cache.data.isnan().any())
+        return logits
+
+    monkeypatch.setattr(llm.engine.runner, "run", watched)
     first, broken, second = llm.generate([prompts[0], bad, prompts[1]], PARAMS)
     assert (broken.finish_reason, broken.token_ids) == ("error", ())
     assert [first.token_ids, second.token_ids] == alone
-    assert llm.engine.runner.cache.data.isnan().any()
+    assert left_nan
     assert [tokens_alone(llm, prompt, PARAMS) for prompt in prompts[::-1]] == alone[::-1]  # in those very pages
 
 
@@ -160,7 +169,7 @@ def test_abort_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, llm: LLM
 
     monkeypatch.setattr(llm.engine.runner, "run", aborting)
     chunks = collect(llm.engine, 2)
-    assert len(chunks[first]) == 3
+    assert len(chunks[first]) == 4  # the prompts of both ran in the first step
     assert tuple(token for chunk in chunks[second] for token in chunk.token_ids) == alone
 
 
@@ -241,7 +250,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(3, 6), max_seqs=st.integers(1, 3))
     def start(self, pages: int, max_seqs: int) -> None:
-        self.llm = LLM("random:tiny", num_pages=pages, page_size=4, max_num_seqs=max_seqs, prefill_chunk=3)
+        self.llm = LLM("random:tiny", num_pages=pages, page_size=4, max_num_seqs=max_seqs, max_num_batched_tokens=3)
         self.llm.engine.runner.run = Script(self.llm, LINES)  # type: ignore[method-assign]
         self.open: dict[int, tuple[int, int]] = {}
         self.heard: dict[int, list[int]] = {}
@@ -272,10 +281,8 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def pages_are_conserved(self) -> None:
         if hasattr(self, "open"):
-            scheduler = self.llm.engine.scheduler
-            owned = [page for sequence in scheduler.running for page in sequence.pages]
-            assert sorted(owned + scheduler.pool._free) == list(range(scheduler.pool.num_pages))
-            assert sorted(self.llm.engine._requests) == sorted(self.open)
+            assert_conserved(self.llm.engine.scheduler)
+            assert sorted(self.llm.engine._groups) == sorted(self.open)
 
     def teardown(self) -> None:
         if hasattr(self, "open"):

@@ -34,7 +34,7 @@ def expected(checkpoints: Checkpoints) -> dict[int, tuple[int, ...]]:
 
 def qwen(checkpoints: Checkpoints, **sizes: Any) -> LLM:
     folder, _ = checkpoints("qwen3", max_position_embeddings=1024)
-    return LLM(str(folder), **({"max_model_len": 600, "prefill_chunk": 64} | sizes))
+    return LLM(str(folder), **({"max_model_len": 600, "max_num_batched_tokens": 64} | sizes))
 
 
 PROMPTS = [prompt_ids(length, seed=length) for length in LENGTHS]
@@ -46,9 +46,9 @@ def test_greedy_tokens_equal_transformers(checkpoints: Checkpoints, family: str,
     folder, model = checkpoints(family)
     expected = reference_tokens(model, prompt_ids(length), 48)
     assert len(set(expected)) >= 15
-    assert generate(LLM(str(folder), prefill_chunk=40), [prompt_ids(length)], SamplingParams(max_tokens=48)) == [
-        expected
-    ]
+    assert generate(
+        LLM(str(folder), max_num_batched_tokens=40), [prompt_ids(length)], SamplingParams(max_tokens=48)
+    ) == [expected]
 
 
 # The prompt has 40 tokens, the answer 20: a window inside the prompt, one that the answer outgrows, and wider ones.
@@ -58,7 +58,7 @@ def test_br_027_sliding_window(checkpoints: Checkpoints, window: int, page_size:
     folder, model = checkpoints("mistral", sliding_window=window)
     # Without its cache: that keeps everything for a window of 1 (the last `-window + 1` keys are all of them).
     expected = reference_tokens(model, prompt_ids(40), 20, use_cache=False)
-    llm = LLM(str(folder), page_size=page_size, prefill_chunk=16)
+    llm = LLM(str(folder), page_size=page_size, max_num_batched_tokens=16)
     assert llm.config.sliding_windows == (window,) * 3
     assert generate(llm, [prompt_ids(40)], SamplingParams(max_tokens=20)) == [expected]
 
@@ -96,7 +96,7 @@ def test_br_025_any_ratio_of_heads_in_prefill_and_decode(checkpoints: Checkpoint
 def test_br_026_the_size_of_prefill_chunks_changes_nothing(
     checkpoints: Checkpoints, expected: dict[int, tuple[int, ...]], chunk: int
 ) -> None:
-    tokens = generate(qwen(checkpoints, prefill_chunk=chunk), [prompt_ids(300, seed=300)])
+    tokens = generate(qwen(checkpoints, max_num_batched_tokens=chunk), [prompt_ids(300, seed=300)])
     assert tokens == [expected[300]]
 
 
@@ -124,7 +124,7 @@ def test_br_013_a_batch_of_mixed_lengths_equals_solo_runs(
 def test_br_009_junk_in_unused_slots_never_shows(
     checkpoints: Checkpoints, expected: dict[int, tuple[int, ...]], junk: float, chunk: int
 ) -> None:
-    llm = qwen(checkpoints, num_pages=100, prefill_chunk=chunk)
+    llm = qwen(checkpoints, num_pages=100, max_num_batched_tokens=chunk)
     llm.engine.runner.cache.data.fill_(junk)
     lengths = (1, 2, 17, 100)
     prompts = [prompt_ids(length, seed=length) for length in lengths]
@@ -187,7 +187,7 @@ def test_br_059_a_seed_gives_the_same_tokens_whoever_shares_the_batch(llm: LLM) 
 def test_a_seed_gives_the_same_tokens_in_another_engine_chunk_and_page_size(checkpoints: Checkpoints) -> None:
     prompt = prompt_ids(40)
     runs = [
-        generate(qwen(checkpoints, page_size=page_size, prefill_chunk=chunk), [prompt], SAMPLED)
+        generate(qwen(checkpoints, page_size=page_size, max_num_batched_tokens=chunk), [prompt], SAMPLED)
         for page_size, chunk in ((16, 64), (1, 7), (64, 1))
     ]
     assert runs[0] == runs[1] == runs[2]

@@ -3,36 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooflight.engine.kv_cache import KVCache, PagePool
+from rooflight.engine.kv_cache import KVCache
 from rooflight.models.load import load_config
-
-
-def test_pages_are_taken_once_and_come_back() -> None:
-    pool = PagePool(5)
-    first, second = pool.take(2), pool.take(3)
-    assert sorted(first + second) == [0, 1, 2, 3, 4]
-    assert pool.free == 0
-    pool.give_back(first)
-    assert pool.free == 2
-    assert sorted(pool.take(2)) == sorted(first)
-
-
-def test_taking_more_than_is_free_takes_nothing_and_says_the_numbers() -> None:
-    pool = PagePool(4)
-    pool.take(1)
-    with pytest.raises(RuntimeError, match="4 pages asked for, 3 of 4 are free"):
-        pool.take(4)
-    assert pool.free == 3
-    assert pool.take(0) == []
-
-
-def test_the_same_history_gives_the_same_pages() -> None:
-    """Runs are repeatable down to the slots: the first pages go first, those given back last are reused first."""
-    pool = PagePool(6)
-    a, b = pool.take(2), pool.take(2)
-    assert (a, b) == ([0, 1], [2, 3])
-    pool.give_back(a)
-    assert pool.take(3) == [0, 1, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

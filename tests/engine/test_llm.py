@@ -15,7 +15,7 @@ import torch
 import rooflight
 from rooflight import LLM, Chunk, SamplingParams
 from rooflight.engine.llm import Prompt
-from rooflight.engine.scheduler import StepPlan
+from rooflight.engine.plan import StepPlan
 from tests.engine.support import (
     SPECIALS,
     Script,

@@ -49,7 +49,7 @@ def test_the_last_page_may_be_part_full() -> None:
         ({"max_model_len": "9"}, r"max_model_len must be a whole number, 1 or more, was '9'"),
         ({"max_model_len": 4097}, r"max_model_len must be from 1 to the model's context of 4096, was 4097"),
         ({"max_num_seqs": 0}, r"max_num_seqs must be a whole number, 1 or more, was 0"),
-        ({"prefill_chunk": -1}, r"prefill_chunk must be a whole number, 1 or more, was -1"),
+        ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens must be a whole number, 1 or more, was 0"),
     ],
 )
 def test_wrong_sizes_are_refused_by_name(sizes: dict[str, Any], message: str) -> None:

@@ -83,7 +83,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("logit_bias", "a mapping of token ids to numbers", [None, 5, [(1, 2.0)], "1", math.nan]),
     ("logprobs", f"{WHOLE}, from 0 to 20", [-1, 21, 1.0, True, "5", math.nan, math.inf]),
     ("prompt_logprobs", f"{WHOLE}, from 0 to 20", [-1, 21, 1.0, False, "5", math.nan, math.inf]),
-    ("n", f"{WHOLE}, 1 or more", [0, -1, 1.0, True, "2", None, math.nan, math.inf]),
+    ("n", f"{WHOLE}, from 1 to 128", [0, -1, 129, 1.0, True, "2", None, math.nan, math.inf]),
 ]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rooflight.engine.kv_cache import KVCache
+from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.runner import Runner
-from rooflight.engine.scheduler import Row, StepPlan
 from rooflight.models.load import load_config
 
 CONFIG = load_config("random:tiny")

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import count
 
 import torch
 
 from rooflight import ops
-from rooflight.engine.outputs import Chunk, Completion, FinishReason, Timing
+from rooflight.engine.intake import Intake
+from rooflight.engine.logprobs import prompt_logprobs
+from rooflight.engine.metrics import Metrics, Recorder
+from rooflight.engine.outputs import Chunk, FinishReason, TokenLogprobs
 from rooflight.engine.params import SamplingParams
+from rooflight.engine.plan import Row
+from rooflight.engine.request import Group, OnChunk, Request
 from rooflight.engine.runner import Runner
-from rooflight.engine.sampler import sample_tokens
-from rooflight.engine.scheduler import Scheduler, Sequence
-from rooflight.engine.text_stream import TextStream
+from rooflight.engine.sampler import sample
+from rooflight.engine.scheduler import Scheduler
 from rooflight.text.tokenizer import Tokenizer
 
-
-@dataclass
-class Request:
-    """What the engine keeps beside a sequence to deliver it."""
-
-    sequence: Sequence
-    stream: TextStream
-    submitted: float
-    first_token: float = 0.0
-    text: list[str] = field(default_factory=list)
-    error: str | None = None
+NOT_FINITE = "the model gave no finite logits (NaN, or all -inf)"
 
 
 class Engine:
-    """One model, one KV pool, many requests. Not thread-safe."""
+    """One model, one KV pool, many requests. Not thread-safe, but for `prepare` and `metrics`."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer | None, end_ids: frozenset[int]
@@ -41,106 +36,241 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.end_ids = end_ids
-        self._requests: dict[int, Request] = {}
-        self._next_id = 0
+        context, vocabulary = runner.max_model_len, runner.decoder.config.vocab_size
+        self._intake = Intake(scheduler, tokenizer, end_ids, context, vocabulary, count())
+        self._requests: dict[int, Request] = {}  # those in the scheduler, by their own id
+        self._groups: dict[int, list[Request]] = {}  # by the id that the caller knows, until all of one have ended
+        self._empty: list[Request] = []  # for no tokens: nothing of them runs
+        # A step that is interrupted, by Ctrl-C say, leaves what it had not delivered to the next one.
+        self._due: deque[tuple[Request, TokenLogprobs | None, float]] = deque()
+        self._chunks: list[tuple[int, Chunk]] = []
+        self._stepping = False
+        self._aborts: deque[int] = deque()  # asked for in the middle of a step
+        self._recorder = Recorder()
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> int:
-        """Queue a prompt of token ids; ValueError for one that is empty, out of the vocabulary or too long."""
-        context, vocabulary = self.runner.max_model_len, self.runner.decoder.config.vocab_size
-        if not prompt:
-            raise ValueError("prompt must have at least one token, was empty")
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise ValueError(
-                f"prompt must have token ids below {vocabulary}, was one with {min(prompt)} to {max(prompt)}"
-            )
-        if len(prompt) >= context:
-            raise ValueError(
-                f"prompt must leave room for an answer in the context of {context} tokens, was {len(prompt)} tokens"
-            )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
-        sequence = Sequence(
-            request_id=self._next_id,
-            tokens=list(prompt),
-            num_prompt=len(prompt),
-            max_len=min(len(prompt) + params.max_tokens, context),
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            end_ids=frozenset(token for token in ends if 0 <= token < vocabulary),
-        )
-        request = Request(sequence, TextStream(self.tokenizer, tuple(params.stop)), time.perf_counter())
-        self.scheduler.add(sequence)
-        self._requests[self._next_id] = request
-        self._next_id += 1
-        return sequence.request_id
+    def submit(self, prompt: list[int], params: SamplingParams, on_chunk: OnChunk | None = None) -> int:
+        """Queue a prompt of token ids; returns the id that its chunks come with.
 
-    def abort(self, request_id: int) -> None:
-        """Drop a request and free its pages; one that is unknown or finished is no error."""
-        self.scheduler.cancel(request_id)
-        self._requests.pop(request_id, None)
+        on_chunk: called with every chunk in the step that makes it; if it raises, the completion ends with that error.
+        It must not run the engine. ValueError for a prompt that is empty, out of the vocabulary or too long, and for
+        parameters that this model cannot serve.
+        """
+        return self.add(self.prepare(prompt, params, on_chunk))
 
-    @torch.inference_mode()
-    def step(self) -> Iterator[tuple[int, Chunk]]:
-        """Run one step; yields (request id, chunk) for every request that has something to show."""
-        chunks = self._finish_empty()
-        plan = self.scheduler.plan()
-        if plan is not None:
-            sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
-            logits = self.runner.run(plan)
-            tokens = sample_tokens(logits, sampling) if sampling else []
-            sampled = {s.request_id: token for s, token in zip(sampling, tokens, strict=True)}
-            now = time.perf_counter()
-            for sequence in self.scheduler.update(plan, sampled):
-                chunks.append((sequence.request_id, self._advance(self._requests[sequence.request_id], now)))
-        return iter(chunks)
+    def prepare(self, prompt: list[int], params: SamplingParams, on_chunk: OnChunk | None = None) -> list[Request]:
+        """The requests of a prompt, checked and not yet queued. May be called from any thread."""
+        return self._intake.requests(prompt, params, on_chunk)
+
+    def add(self, requests: list[Request]) -> int:
+        """Queue what `prepare` made. The first one runs the prompt, the others share its pages."""
+        group, params = requests[0].group, requests[0].sequence.params
+        self._groups[group.id] = requests
+        self._recorder.submitted(len(requests))
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            self._empty += requests  # nothing has to run
+        elif self.scheduler.prefix_cache or params.prompt_logprobs is not None:
+            self._queue(requests[0])
+            group.later = requests[1:]
+        else:
+            for request in requests:
+                self._queue(request)
+        return group.id
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.add(request.sequence)
+        self._requests[request.id] = request
+
+    def abort(self, request_id: int) -> list[Chunk]:
+        """Drop the requests of an id and free their pages; returns their last chunks, with what they had.
+
+        One that is unknown or has ended is no error. In the middle of a step, where a callback or Python's collector
+        may ask for it, it is done as soon as it can be, and nothing is returned.
+        """
+        if self._stepping:
+            self._aborts.append(request_id)
+            return []
+        return self._drop(request_id)
+
+    def _drop(self, request_id: int) -> list[Chunk]:
+        now = time.perf_counter()
+        chunks = []
+        for request in self._groups.pop(request_id, []):
+            if not request.ended:
+                self.scheduler.cancel(request.id)
+                self._requests.pop(request.id, None)
+                request.ended = True
+                request.group.later = []
+                self._recorder.finished("abort")
+                chunks.append(request.last_chunk("", None, None, "abort", now))
+        return chunks
+
+    def _drop_aborted(self) -> None:
+        while self._aborts:
+            self._drop(self._aborts.popleft())
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        """Whether a step would have something to do."""
+        return bool(self._groups or self._due or self._chunks)
 
-    def _finish_empty(self) -> list[tuple[int, Chunk]]:
+    def is_open(self, request_id: int) -> bool:
+        """Whether a request has neither been aborted nor delivered its last chunk."""
+        return request_id in self._groups or any(owner == request_id for owner, _ in self._chunks)
+
+    def metrics(self) -> Metrics:
+        """How the engine is doing now. May be called from any thread."""
+        return self._recorder.snapshot(self.scheduler)
+
+    @torch.inference_mode()
+    def step(self) -> Iterator[tuple[int, Chunk]]:
+        """Run one step; yields (id, chunk) for every request that has something to show.
+
+        What the model raises is raised here and leaves all requests as they were. RuntimeError from within a callback.
+        """
+        if self._stepping:
+            raise RuntimeError("a callback must not run the engine")
+        self._stepping = True
+        try:
+            self._drop_aborted()
+            if not self._due:
+                self._run()
+            while self._due:
+                request, report, now = self._due.popleft()
+                self._drop_aborted()
+                if not request.ended:
+                    self._chunks.append((request.group.id, self._advance(request, report, now)))
+            self._drop_aborted()
+            self._finish_empty()
+            chunks, self._chunks = self._chunks, []
+            return iter(chunks)
+        finally:
+            self._stepping = False
+
+    def _run(self) -> None:
+        """The model's part of a step: what it gave is due."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            if self._requests:
+                raise RuntimeError(f"{len(self._requests)} requests are open, but nothing of them can run")
+            return
+        sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
+        reading = {row.request_id: self._requests[row.request_id].group for row in plan.rows if row.every_logit}
+        logits = self.runner.run(plan)
+        if reading:
+            logits = _read_prompts(plan.rows, reading, logits)
+        tokens, reports = sample(logits, sampling) if sampling else ([], [])
+        now = time.perf_counter()
+        self._drop_aborted()
+        advanced = self.scheduler.update(plan, {s.request_id: t for s, t in zip(sampling, tokens, strict=True)})
+        reported = {s.request_id: report for s, report in zip(sampling, reports, strict=True)}
+        requests = [self._requests[sequence.request_id] for sequence in advanced]
+        self._recorder.step(now, requests)
+        self._due.extend((request, reported[request.id], now) for request in requests)
+
+    def _finish_empty(self) -> None:
         """Requests for no tokens at all end before they run."""
-        done = [r for r in self._requests.values() if r.sequence.params.max_tokens == 0]
-        for request in done:
-            self.scheduler.cancel(request.sequence.request_id)
-        return [(r.sequence.request_id, self._complete(r, "", (), "length", time.perf_counter())) for r in done]
+        while self._empty:
+            request = self._empty.pop()
+            if not request.ended:
+                now = time.perf_counter()
+                chunk = self._end(request, "", None, None, "length", now)
+                self._chunks.append((request.group.id, self._deliver(request, chunk, now)))
+                self._drop_aborted()
 
-    def _advance(self, request: Request, now: float) -> Chunk:
-        """Deliver the token that the sequence just got, and end the request if it must."""
+    def _advance(self, request: Request, report: TokenLogprobs | None, now: float) -> Chunk:
+        """Deliver the token that a sequence just got, and end its request if it must."""
+        self._begin_later(request.group)
         sequence = request.sequence
         token = sequence.tokens[-1]
-        request.first_token = request.first_token or now
-        if token == ops.NO_TOKEN:
+        if token == ops.NO_TOKEN or sequence.params.max_tokens == 0:  # the latter ran for its prompt's sake
             sequence.tokens.pop()
-            request.error = "the model gave no finite logits (NaN, or all -inf)"
-            return self._end(request, request.stream.finish()[0], "error", now)
+        try:
+            chunk = self._chunk(request, token, report, now)
+        except Exception as error:  # whatever a tokenizer raises ends with the request it is about
+            request.error = request.error or _described(error)
+            last = token if sequence.num_generated else None
+            chunk = self._end(request, "", last, report, "error", now)
+        return self._deliver(request, chunk, now)
+
+    def _begin_later(self, group: Group) -> None:
+        """The other answers to a prompt, once its pages can be shared."""
+        later, group.later = group.later, []
+        if group.params.max_tokens == 0:
+            self._empty += later
+        else:
+            for request in later:
+                self._queue(request)
+
+    def _chunk(self, request: Request, token: int, report: TokenLogprobs | None, now: float) -> Chunk:
+        sequence, stream = request.sequence, request.stream
+        if token == ops.NO_TOKEN:
+            request.error = NOT_FINITE
+            return self._end(request, stream.finish()[0], None, None, "error", now)
+        if sequence.params.max_tokens == 0:
+            return self._end(request, "", None, None, "length", now)
         ended = token in sequence.end_ids
-        text, stopped = ("", False) if ended else request.stream.add(sequence, token)
+        text, stopped = ("", False) if ended else stream.add(sequence, token)
         if stopped:
-            return self._end(request, text, "stop", now)
+            return self._end(request, text, token, report, "stop", now)
         if not ended and len(sequence.tokens) < sequence.max_len:
-            request.text.append(text)
-            return Chunk(text, (token,))
-        rest, stopped = request.stream.finish()
-        return self._end(request, text + rest, "stop" if ended or stopped else "length", now)
+            return request.chunk(text, token, report)
+        rest, stopped = stream.finish()
+        return self._end(request, text + rest, token, report, "stop" if ended or stopped else "length", now)
 
-    def _end(self, request: Request, text: str, reason: FinishReason, now: float) -> Chunk:
-        self.scheduler.finish(request.sequence, reason)
-        new = () if reason == "error" else (request.sequence.tokens[-1],)
-        return self._complete(request, text, new, reason, now)
+    def _deliver(self, request: Request, chunk: Chunk, now: float) -> Chunk:
+        """Show a chunk to the callback; one that raises makes it the last."""
+        on_chunk = request.group.on_chunk
+        if on_chunk is None:
+            return chunk
+        try:
+            on_chunk(chunk)
+        except Exception as error:
+            request.error = f"its callback raised {_described(error)}"
+            last = chunk.completion
+            if last is None:
+                last = self._end(request, "", None, None, "error", now).completion
+            else:
+                last = replace(last, finish_reason="error", error=request.error)
+            return replace(chunk, finish_reason="error", completion=last)
+        return chunk
 
-    def _complete(
-        self, request: Request, text: str, tokens: tuple[int, ...], reason: FinishReason, now: float
+    def _end(
+        self,
+        request: Request,
+        text: str,
+        token: int | None,
+        report: TokenLogprobs | None,
+        reason: FinishReason,
+        now: float,
     ) -> Chunk:
-        sequence = request.sequence
-        del self._requests[sequence.request_id]
-        request.text.append(text)
-        first = (request.first_token or now) - request.submitted
-        completion = Completion(
-            text="".join(request.text),
-            token_ids=tuple(sequence.tokens[sequence.num_prompt :]),
-            prompt_token_ids=tuple(sequence.tokens[: sequence.num_prompt]),
-            finish_reason=reason,
-            timing=Timing(first, now - request.submitted),
-            error=request.error,
-        )
-        return Chunk(text, tokens, reason, completion)
+        group = request.group
+        if self._requests.pop(request.id, None) is not None:
+            # Pages that hold NaN must not be shared.
+            self.scheduler.finish(request.sequence, reason, withdraw=request.error == NOT_FINITE)
+        request.ended = True
+        group.open -= 1
+        if group.open == 0:
+            del self._groups[group.id]
+        self._recorder.finished(reason)
+        return request.last_chunk(text, token, report, reason, now)
+
+
+def _read_prompts(rows: tuple[Row, ...], reading: dict[int, Group], logits: torch.Tensor) -> torch.Tensor:
+    """Take down log-probabilities of prompts; the logits that are left are those to sample from."""
+    kept: list[int] = []
+    place = 0
+    for row in rows:
+        group = reading.get(row.request_id)
+        if group is not None and group.prompt_logprobs is not None:
+            begin, end = row.start + 1, min(row.start + 1 + len(row.tokens), len(group.prompt))
+            of_row = logits[place : place + end - begin]
+            wanted = group.params.prompt_logprobs or 0
+            group.prompt_logprobs[begin:end] = prompt_logprobs(of_row, group.prompt[begin:end], wanted)
+        place += row.num_logits
+        if row.samples:
+            kept.append(place - 1)
+    return logits[torch.tensor(kept, dtype=torch.int64, device=logits.device)]
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Memory of the paged KV cache: one tensor, allocated once. Which page belongs to whom is the scheduler's business."""
+"""Memory of the paged KV cache: one tensor, allocated once. Which page is whose is the scheduler's business."""
 
 from __future__ import annotations
 
@@ -25,23 +25,3 @@ class KVCache:
     @property
     def bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
-
-
-class PagePool:
-    """Free pages by number. Taking more than there are is the caller's error."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise RuntimeError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: list[int]) -> None:
-        self._free.extend(reversed(pages))

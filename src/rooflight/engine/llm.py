@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.memory import plan_cache
 from rooflight.engine.outputs import Chunk, Completion
 from rooflight.engine.params import SamplingParams, whole
+from rooflight.engine.request import Request
 from rooflight.engine.runner import Runner
 from rooflight.engine.scheduler import Scheduler
 from rooflight.models.load import load_model
@@ -31,7 +32,9 @@ class LLM:
     model: a Hugging Face folder, a .gguf file, a hub name, "random:<preset>" or None for the embedded default.
     dtype: "auto" (the file's), "fp32", "bf16", "fp16" or a torch dtype. device: "auto" (a GPU if there is one).
     max_model_len: most tokens of prompt and answer together. num_pages, page_size: the KV pool, allocated once.
-    max_num_seqs: most requests that decode together. prefill_chunk: prompt tokens a step.
+    max_num_seqs: most sequences that run together, and no more than a step has tokens. max_num_batched_tokens: most
+    tokens of a step, those of prompts and of running sequences together. prefix_cache: prompts that begin alike share
+    pages of the KV pool.
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
     On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
     progress: called with (bytes loaded, bytes in all). Raises ValueError for arguments and files that are wrong,
@@ -47,13 +50,14 @@ class LLM:
         max_model_len: int | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
-        max_num_seqs: int = 8,
-        prefill_chunk: int = 512,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        prefix_cache: bool = True,
         skip_tokenizer: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
-            whole(name, value, 1, None)
+        whole("max_num_seqs", max_num_seqs, 1, None)
+        whole("max_num_batched_tokens", max_num_batched_tokens, 1, None)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
@@ -71,7 +75,7 @@ class LLM:
         )
         self.max_model_len = plan.max_model_len
         cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, torch.device(device))
-        scheduler = Scheduler(plan.num_pages, page_size, max_num_seqs, prefill_chunk)
+        scheduler = Scheduler(plan.num_pages, page_size, max_num_seqs, max_num_batched_tokens, prefix_cache)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(Runner(self.decoder, cache, plan.max_model_len), scheduler, self.tokenizer, ends)
         self._inboxes: dict[int, deque[Chunk]] = {}  # per open request: chunks that its reader has not taken yet
@@ -80,25 +84,42 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many; a prompt is a text or a list of token ids. Results in the order of prompts.
 
-        A text gets the tokenizer's BOS if it has one. Raises ValueError for an empty prompt, one that leaves no room
-        for an answer in the context, or parameters whose number differs; nothing is run then.
+        A prompt with `n` > 1 has n results, one after the other. A text gets the tokenizer's BOS if it has one.
+        progress: called with (completions that have ended, of how many). Raises ValueError for an empty prompt, one
+        that leaves no room for an answer in the context, or parameters whose number differs; nothing is run then.
         """
         many = _as_list(prompts)
         one = SamplingParams() if params is None else params
         options = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * len(many)
         if len(options) != len(many):
             raise ValueError(f"params must be one or as many as prompts = {len(many)}, was {len(options)}")
-        opened: list[Generator[Chunk, None, None]] = []
+        prepared = [self.prepare(self.encode(prompt), option) for prompt, option in zip(many, options, strict=True)]
+        results: dict[int, list[Completion]] = {}
+        left: dict[int, int] = {}
         try:
-            for prompt, option in zip(many, options, strict=True):
-                opened.append(self._open(self.encode(prompt), option))
-            return [chunk.completion for chunks in opened for chunk in chunks if chunk.completion is not None]
+            for requests in prepared:
+                request_id = self._add(requests)
+                results[request_id], left[request_id] = [], len(requests)
+            total, done = sum(left.values()), 0
+            while left:
+                for owner, chunk in self._take(left):
+                    if chunk.completion is None:
+                        continue
+                    done += 1
+                    results[owner].append(chunk.completion)
+                    left[owner] -= 1
+                    if left[owner] == 0:
+                        del left[owner]
+                    if progress is not None:
+                        progress(done, total)
+            return [c for found in results.values() for c in sorted(found, key=lambda c: c.index)]
         finally:
-            for chunks in opened:
-                chunks.close()
+            for request_id in results:
+                self._close(request_id)
 
     def chat(self, messages: str | Messages, /, params: SamplingParams | None = None, **template: Any) -> Completion:
         """Answer a conversation: [{"role": "user", "content": …}, …] or one user text.
@@ -117,36 +138,55 @@ class LLM:
         Errors in the arguments are raised by this call, before the first chunk. Closing or dropping the iterator frees
         the request's memory. Several may be open at once and be read in any order: they decode together.
         """
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if template and not is_chat:
-            raise ValueError(f"prompt must be a list of messages for template keywords, which were {sorted(template)}")
-        ids = self.encode_chat(prompt, **template) if is_chat else self.encode(prompt)  # type: ignore[arg-type]
-        return self._open(ids, SamplingParams() if params is None else params)
-
-    def _open(self, ids: list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, was {params!r}")
-        chunks = self._chunks(self.engine.submit(ids, params))
+        ids = self.encode_any(prompt, **template)
+        requests = self.prepare(ids, SamplingParams() if params is None else params)
+        chunks = self._chunks(self._add(requests), len(requests))
         next(chunks)  # a generator that was never started would free nothing when it is dropped
         return chunks
 
-    def _chunks(self, request_id: int) -> Generator[Chunk, None, None]:
-        inbox = self._inboxes[request_id] = deque()
-        done = False
+    def _chunks(self, request_id: int, many: int) -> Generator[Chunk, None, None]:
         try:
-            yield Chunk("")  # for `_open`
-            while not done:
-                while not inbox:  # a step serves every open request
-                    if not self.engine.busy:
-                        raise RuntimeError(f"request {request_id} was aborted by someone else than its reader")
-                    for owner, chunk in self.engine.step():
-                        if owner in self._inboxes:
-                            self._inboxes[owner].append(chunk)
-                done = inbox[0].finish_reason is not None
-                yield inbox.popleft()
+            yield Chunk("")  # for `stream`
+            while many:
+                for _, chunk in self._take([request_id]):
+                    many -= chunk.finish_reason is not None
+                    yield chunk
         finally:
-            self.engine.abort(request_id)
-            del self._inboxes[request_id]
+            self._close(request_id)
+
+    def prepare(self, ids: list[int], params: SamplingParams) -> list[Request]:
+        """What `Engine.add` queues, checked; ValueError for what cannot be served. May be called from any thread."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, was {params!r}")
+        return self.engine.prepare(ids, params)
+
+    def _add(self, requests: list[Request]) -> int:
+        request_id = self.engine.add(requests)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _close(self, request_id: int) -> None:
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+    def _take(self, unfinished: Collection[int]) -> Iterator[tuple[int, Chunk]]:
+        """Chunks of some requests that nobody has read yet; if there are none, a step is run, for every open request.
+
+        RuntimeError if one of them was aborted: it would never end.
+        """
+        ready = [owner for owner in unfinished if self._inboxes[owner]]
+        if not ready:
+            for owner in unfinished:
+                if not self.engine.is_open(owner):
+                    raise RuntimeError(f"request {owner} was aborted by someone else than its reader")
+            for owner, chunk in self.engine.step():
+                if owner in self._inboxes:
+                    self._inboxes[owner].append(chunk)
+                    ready.append(owner)
+        for owner in dict.fromkeys(ready):
+            inbox = self._inboxes[owner]
+            while inbox and owner in unfinished:
+                yield owner, inbox.popleft()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; token ids are passed on."""
@@ -156,6 +196,13 @@ class LLM:
             except TypeError as error:
                 raise ValueError(f"prompt must be a text or a list of token ids ({error})") from None
         return self._need_tokenizer().encode(prompt)
+
+    def encode_any(self, prompt: Prompt | Messages, /, **template: Any) -> list[int]:
+        """Token ids of a text, of token ids, or of a list of messages with its template's keywords."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if template and not is_chat:
+            raise ValueError(f"prompt must be a list of messages for template keywords, which were {sorted(template)}")
+        return self.encode_chat(prompt, **template) if is_chat else self.encode(prompt)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: str | Messages, /, **template: Any) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template with every keyword as its variable."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128
 MAX_BIAS = 100.0
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126  # the smallest that is not denormal
@@ -56,7 +57,7 @@ class SamplingParams:
     logprobs: report log-probabilities of each token and of this many best ones; 0 to 20, None is off. They are the
     model's own: before penalties, bias, temperature and filters.
     prompt_logprobs: the same for each token of the prompt but the first.
-    n: completions of the prompt; with a seed, the i-th draws with `choice_seed(seed, i)`.
+    n: completions of the prompt, 1 to 128; with a seed, the i-th draws with `choice_seed(seed, i)`.
     Raises ValueError naming the field, its range and the value.
     """
 
@@ -81,7 +82,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         whole("max_tokens", self.max_tokens, 0, None)
         whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        whole("n", self.n, 1, None)
+        whole("n", self.n, 1, MAX_CHOICES)
         self._check_sampling()
         self._check_penalties()
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

@@ -1,0 +1,77 @@
+"""From a prompt and parameters to requests, checked before anything runs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rooflight.engine.params import SamplingParams, choice_seed
+from rooflight.engine.request import Group, OnChunk, Request
+from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.scheduler import Sequence as Running
+from rooflight.engine.text_stream import TextStream
+from rooflight.text.tokenizer import Tokenizer
+
+
+class Intake:
+    """What an engine asks of requests. `requests` may be called from any thread.
+
+    context: most tokens of prompt and answer. ids: where request ids come from, in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        end_ids: frozenset[int],
+        context: int,
+        vocab_size: int,
+        ids: Iterator[int],
+    ) -> None:
+        self._scheduler, self._tokenizer, self._end_ids = scheduler, tokenizer, end_ids
+        self._context, self._vocab_size, self._ids = context, vocab_size, ids
+
+    def requests(self, prompt: Sequence[int], params: SamplingParams, on_chunk: OnChunk | None) -> list[Request]:
+        """The n requests of a prompt; ValueError for one that cannot be served."""
+        self._check(prompt)
+        params.check_vocabulary(self._vocab_size)
+        max_len = min(len(prompt) + params.max_tokens, self._context)
+        self._scheduler.check(max(max_len - 1, len(prompt)))
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
+        end_ids = frozenset(token for token in ends if 0 <= token < self._vocab_size)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        # The first one reads the prompt for all.
+        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        numbers = [next(self._ids) for _ in range(params.n)]
+        group = Group(numbers[0], list(prompt), params, params.n, on_chunk)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(prompt)
+        now = time.perf_counter()
+        requests = []
+        for index, number in enumerate(numbers):
+            sequence = Running(
+                request_id=number,
+                tokens=list(prompt),
+                num_prompt=len(prompt),
+                max_len=max_len,
+                params=others if index else params,
+                seed=choice_seed(seed, index),
+                end_ids=end_ids,
+            )
+            requests.append(Request(sequence, TextStream(self._tokenizer, tuple(params.stop)), group, index, now))
+        return requests
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise ValueError("prompt must have at least one token, was empty")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise ValueError(
+                f"prompt must have token ids below {self._vocab_size}, was one with {min(prompt)} to {max(prompt)}"
+            )
+        if len(prompt) >= self._context:
+            raise ValueError(
+                f"prompt must leave room for an answer in the context of {self._context} tokens, "
+                f"was {len(prompt)} tokens"
+            )
