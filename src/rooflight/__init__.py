@@ -1,6 +1,6 @@
 """Rooflight: LLM operators for PyTorch, each next to its limit, and a small runtime built on them.
 
-`rooflight.ops` are the operators; `LLM` and `SamplingParams` are the runtime, imported when first used.
+`rooflight.ops` are the operators; `LLM`, `AsyncEngine` and `SamplingParams` are the runtime, imported when first used.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from rooflight import kernels as _kernels
 from rooflight import ops
 
 if TYPE_CHECKING:
-    from rooflight.engine import LLM, Chunk, Completion, SamplingParams, Timing
+    from rooflight.engine import LLM, AsyncEngine, Chunk, Completion, SamplingParams, Timing
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Timing", "__version__", "ops"]
+__all__ = ["LLM", "AsyncEngine", "Chunk", "Completion", "SamplingParams", "Timing", "__version__", "ops"]
 
 _kernels.attach_all()
 
 
 def __getattr__(name: str) -> Any:
     """Import the runtime when it is asked for: operators alone need none of it."""
-    if name in ("LLM", "Chunk", "Completion", "SamplingParams", "Timing"):
+    if name in ("LLM", "AsyncEngine", "Chunk", "Completion", "SamplingParams", "Timing"):
         from rooflight import engine
 
         return getattr(engine, name)
