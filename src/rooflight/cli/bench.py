@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rooflight.bench import results
 from rooflight.bench.request import RequestReport, RequestSetup, run
-from rooflight.cli import bench_ops, loading
+from rooflight.cli import bench_ops, bench_throughput, loading
 from rooflight.cli.bar import bar
 
 app = typer.Typer()
@@ -20,6 +20,7 @@ app.command()(bench_ops.ops)
 app.command()(bench_ops.card)
 app.command("all")(bench_ops.everything)
 app.command("self-test")(bench_ops.check_itself)
+app.command()(bench_throughput.throughput)
 
 
 @app.callback(invoke_without_command=True)
