@@ -1,0 +1,148 @@
+"""Sequences, a memory simulated slot by slot, and runs of a scheduler over both, for the tests of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from weakref import WeakKeyDictionary
+
+import rooflight.engine.scheduler as module
+from rooflight import SamplingParams
+from rooflight.engine.plan import Row, StepPlan
+from rooflight.engine.scheduler import Scheduler, Sequence
+from tests.engine.support import assert_conserved
+
+BIG = 2**61 - 1  # CPython gives it the hash of 0
+PLAIN, READING = SamplingParams(), SamplingParams(prompt_logprobs=0)
+
+Shape = tuple[int, int, int, int, bool]
+
+
+def sequence(request_id: int, prompt: int | list[int], max_tokens: int = 4, params: SamplingParams = PLAIN) -> Sequence:
+    """A prompt given by its length has the tokens 100 * request_id, counting up."""
+    tokens = [100 * request_id + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    return Sequence(request_id, tokens, len(tokens), len(tokens) + max_tokens, params, 0, frozenset())
+
+
+def scheduler(
+    num_pages: int = 16, page_size: int = 4, max_num_seqs: int = 8, budget: int = 64, prefix_cache: bool = True
+) -> Scheduler:
+    return Scheduler(num_pages, page_size, max_num_seqs, budget, prefix_cache)
+
+
+def shape(plan: StepPlan | None) -> list[Shape]:
+    """(request, first position, tokens, pages, samples) of each row."""
+    assert plan is not None
+    return [(r.request_id, r.start, len(r.tokens), len(r.pages), r.samples) for r in plan.rows]
+
+
+def chunks(plan: StepPlan | None) -> dict[int, int]:
+    """Tokens of each request."""
+    assert plan is not None
+    return {row.request_id: len(row.tokens) for row in plan.rows}
+
+
+def states(before: Many[int], tokens: Many[int]) -> list[int]:
+    """What a make-believe model keeps of tokens: it depends on them and on what it kept of all those before."""
+    kept, value = [], before[-1] if before else 17
+    for token in tokens:
+        value = (value * 31 + token + 1) % 9973
+        kept.append(value)
+    return kept
+
+
+def answer(kept: Many[int]) -> int:
+    """Its next token, made of all that it kept."""
+    value = 5
+    for state in kept:
+        value = (value * 7 + state) % 9967
+    return value
+
+
+def alone(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(answer(states([], tokens)))
+    return tokens
+
+
+class Memory:
+    """Does what plans say, slot by slot, and checks each of them.
+
+    A step writes where the plan says and its samples are made of what stands in the slots, so a page with two writers,
+    the same tokens behind another prefix, a lost token or a wrong start give another token or find nothing.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[int, int], int] = {}  # by page and place in it
+
+    def run(self, plans: Scheduler, plan: StepPlan) -> dict[int, int]:
+        """The tokens that a step samples."""
+        size = plans.page_size
+        running = {item.request_id: item for item in plans.running}
+        ids = [row.request_id for row in plan.rows]
+        assert ids == [i for i in sorted(running) if i in ids]  # each once, the oldest first
+        assert ids[0] == min(running)  # the oldest always gets on
+        assert {i for i, item in running.items() if len(item.tokens) - item.num_computed == 1} <= set(ids)
+        assert sum(len(row.tokens) for row in plan.rows) <= plans.max_num_batched_tokens
+        assert sum(len(row.tokens) for row in plan.rows if row.every_logit and not row.samples) <= module.EVERY_LOGIT
+        assert len(running) <= plans.max_num_seqs
+        for item in running.values():  # nobody may rely on what stood behind its last token
+            for position in range(item.num_computed, len(item.pages) * size):
+                self.states.pop(_slot(item.pages, position, size), None)
+        before = [  # of all rows first: they run side by side
+            [self.states[_slot(row.pages, position, size)] for position in range(row.start)] for row in plan.rows
+        ]
+        sampled = {}
+        for row, past in zip(plan.rows, before, strict=True):
+            item = running[row.request_id]
+            _check(plans, row, item)
+            new = states(past, row.tokens)
+            places = range(row.start, row.start + len(row.tokens))
+            self.states.update({_slot(row.pages, place, size): kept for place, kept in zip(places, new, strict=True)})
+            if row.samples:
+                sampled[row.request_id] = answer(past + new)
+                assert sampled[row.request_id] == answer(states([], item.tokens))  # what it would get alone
+        return sampled
+
+
+def _slot(pages: Many[int], position: int, size: int) -> tuple[int, int]:
+    return pages[position // size], position % size
+
+
+def _check(plans: Scheduler, row: Row, item: Sequence) -> None:
+    """A row is the next part of its sequence and writes where nobody else reads."""
+    size, end = plans.page_size, row.start + len(row.tokens)
+    assert row.start == item.num_computed
+    assert row.tokens == tuple(item.tokens[row.start : end]) != ()
+    assert row.pages == tuple(item.pages[: -(-end // size)])
+    assert row.samples == (end == len(item.tokens))
+    assert row.every_logit == (item.params is READING and item.num_generated == 0)
+    for page in row.pages[row.start // size :]:
+        assert (plans.pool._holders[page], page in plans.pool._keys) == (1, False)
+
+
+MEMORIES: WeakKeyDictionary[Scheduler, Memory] = WeakKeyDictionary()
+
+
+def do(plans: Scheduler, plan: StepPlan) -> dict[int, int]:
+    """Run a plan in the one memory of its scheduler."""
+    return MEMORIES.setdefault(plans, Memory()).run(plans, plan)
+
+
+def run(plans: Scheduler, steps: int | None = None) -> list[list[Shape]]:
+    """Shapes of the next steps; to the end, sequences ending at their lengths."""
+    shapes: list[list[Shape]] = []
+    while steps is None or len(shapes) < steps:
+        plan = plans.plan()
+        if plan is None:
+            break
+        shapes.append(shape(plan))
+        assert_conserved(plans)
+        for got in plans.update(plan, do(plans, plan)):
+            if len(got.tokens) >= got.max_len:
+                plans.finish(got, "length")
+        assert_conserved(plans)
+    return shapes
+
+
+# What a plan is.
