@@ -24,7 +24,7 @@ from rooflight.kernels.providers import CUDA, TRITON
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/norms.md", "docs/roofline.md")
+FILES = ("README.md", "docs/engine.md", "docs/norms.md", "docs/roofline.md")
 PROVIDERS = {"ref": (), "triton": TRITON, "cuda": CUDA}
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -53,6 +53,36 @@ def _request_row(row: dict[str, Any]) -> list[str]:
     return [f"{row['engine']} {row['version']}", row["dtype"], str(row["prompt_tokens"]), *figures]
 
 
+def throughput_table() -> str:
+    rows, notes = [], []
+    for name in ("throughput", "throughput-bf16"):
+        data = json.loads((ROOT / f"results/cpu/{name}.json").read_text())
+        where, setup = data["environment"], data["setup"]
+        for row in data["rows"]:
+            ratio = row.get("over_one_by_one")
+            figures = [
+                f"{row['tokens_per_s']['median']:.1f}",
+                f"{row['limit_tokens_per_s']:.0f}",
+                f"{row['of_limit']:.0%}",
+                f"{row['mean_batch']['median']:.1f}",
+                f"{row['per_token_ms']['p50']['median']:.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+            ]
+            rows.append([row["mode"], row["dtype"], *figures])
+        bandwidth = data["read_bandwidth_bytes_per_s"] / 1e9
+        notes.append(
+            f"{setup['dtype']}: memory read at {bandwidth:.1f} GB/s, commit {where['commit']}, {where['date']}"
+        )
+    header = ["requests", "dtype", "tok/s", "limit", "of limit", "batch", "per token ms", "times one by one"]
+    first = data["rows"][0]
+    note = (
+        f"SmolLM2-135M-Instruct, {first['requests']} requests, {first['prompt_tokens']:,} tokens in, "
+        f"{first['output_tokens']:,} out, medians of {setup['rounds']} interleaved rounds, {where['threads']} threads "
+        f"of {where['cpu']}, {where['cores']} cores, PyTorch {where['torch']}. {'; '.join(notes)}.\n"
+    )
+    return markdown(header, rows, right=2) + "\n" + note
+
+
 def operator_table() -> str:
     rows = []
     for name, operator in rooflight.ops.REGISTRY.items():
@@ -76,6 +106,7 @@ def model_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "request": request_table,
+    "throughput": throughput_table,
     "operators": operator_table,
     "models": model_table,
     **norm_tables.TABLES,
