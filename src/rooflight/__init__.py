@@ -11,17 +11,28 @@ from rooflight import kernels as _kernels
 from rooflight import ops
 
 if TYPE_CHECKING:
-    from rooflight.engine import LLM, AsyncEngine, Chunk, Completion, SamplingParams, Timing
+    from rooflight.engine import LLM, AsyncEngine, Chunk, Completion, EngineStopped, SamplingParams, Timing
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "Chunk", "Completion", "SamplingParams", "Timing", "__version__", "ops"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Chunk",
+    "Completion",
+    "EngineStopped",
+    "SamplingParams",
+    "Timing",
+    "__version__",
+    "ops",
+]
+_RUNTIME = frozenset(__all__) - {"__version__", "ops"}
 
 _kernels.attach_all()
 
 
 def __getattr__(name: str) -> Any:
     """Import the runtime when it is asked for: operators alone need none of it."""
-    if name in ("LLM", "AsyncEngine", "Chunk", "Completion", "SamplingParams", "Timing"):
+    if name in _RUNTIME:
         from rooflight import engine
 
         return getattr(engine, name)

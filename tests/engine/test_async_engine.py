@@ -319,3 +319,17 @@ print("end")
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_nobody_else_runs_an_llm_meanwhile(llm: LLM) -> None:
+    """An intruder is told so, leaves nothing behind, and the engine lives on."""
+    engine = AsyncEngine(llm)
+    with pytest.raises(ValueError, match="llm must not be run by another AsyncEngine"):
+        AsyncEngine(llm)
+    for intrude in (lambda: llm.generate([[1]], PARAMS), lambda: llm.stream([1], PARAMS)):
+        with pytest.raises(RuntimeError, match="an AsyncEngine runs this LLM: use its submit"):
+            intrude()
+    assert engine.metrics().waiting == engine.metrics().running == 0
+    assert len(asyncio.run(engine.generate([[1]], PARAMS))[0][0].token_ids) == 12
+    engine.close()
+    assert len(llm.generate([[1]], PARAMS)[0].token_ids) == 12

@@ -64,6 +64,8 @@ def show_accuracy(model: str, width: int, fits: Sequence[Fit]) -> None:
         )
     console.print(f"Fitted on width {width} ([bold]{escape(model)}[/bold]), judged on all others.", soft_wrap=True)
     console.print(table)
+    if not table.rows:
+        console.print("Nothing there has that width: name a model, as in explain random:qwen3-0.6b --accuracy FOLDER.")
     for reason, operators in missing.items():
         console.print(f"{reason.capitalize()}: {', '.join(operators)}")
 

@@ -104,11 +104,14 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if llm.claimed:
+            raise ValueError("llm must not be run by another AsyncEngine")
         if llm.engine.busy:
             raise ValueError(
                 "llm must not have requests that are open, such as streams that were not read to their end"
             )
         self.llm = llm
+        llm.claimed = True
         self._wake = Condition()
         self._added: list[tuple[list[Request], _Mailbox]] = []
         self._aborted: list[int] = []
@@ -247,3 +250,4 @@ class AsyncEngine:
         for owner in owners:
             with suppress(Exception):
                 self.llm.engine.abort(owner)
+        self.llm.claimed = False

@@ -78,6 +78,7 @@ class LLM:
         scheduler = Scheduler(plan.num_pages, page_size, max_num_seqs, max_num_batched_tokens, prefix_cache)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(Runner(self.decoder, cache, plan.max_model_len), scheduler, self.tokenizer, ends)
+        self.claimed = False  # by an AsyncEngine, whose thread alone may run it then
         self._inboxes: dict[int, deque[Chunk]] = {}  # per open request: chunks that its reader has not taken yet
 
     def generate(
@@ -161,6 +162,8 @@ class LLM:
         return self.engine.prepare(ids, params)
 
     def _add(self, requests: list[Request]) -> int:
+        if self.claimed:
+            raise RuntimeError("an AsyncEngine runs this LLM: use its submit and generate, or close it first")
         request_id = self.engine.add(requests)
         self._inboxes[request_id] = deque()
         return request_id
