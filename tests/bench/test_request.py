@@ -12,6 +12,7 @@ import torch
 
 from rooflight.bench import results
 from rooflight.bench.measurement import RequestTiming, Spread
+from rooflight.bench.ours import RooflightContender
 from rooflight.bench.process import ContenderProcess, missing
 from rooflight.bench.request import RequestSetup, _leading_equal, _prompt, run
 from rooflight.models.load import load_config
@@ -128,3 +129,12 @@ def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:
     assert float(rows[1]["per_token_ms.median"]) == data["rows"][1]["per_token_ms"]["median"]
     assert rows[0]["per_token_ratio"] == ""
     assert data["environment"]["threads"] == 1
+
+
+def test_our_rounds_run_the_whole_prompt_every_time() -> None:
+    """The rounds repeat their prompts; taken from the prefix cache, a first token would cost next to nothing."""
+    ours = RooflightContender("random:tiny", "fp32", "cpu")
+    for _ in range(3):
+        ours.run([5] * 100, 2)
+    metrics = ours.llm.engine.metrics()
+    assert (metrics.prompt_tokens, metrics.cached_tokens) == (300, 0)

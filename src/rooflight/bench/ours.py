@@ -11,7 +11,8 @@ from rooflight.engine import LLM, SamplingParams
 
 class RooflightContender:
     def __init__(self, model: str | None, dtype: str, device: str) -> None:
-        self.llm = LLM(model, dtype=dtype, device=device, skip_tokenizer=True)
+        # Every round has the same prompts: a cache of prefixes would leave nothing of them to run.
+        self.llm = LLM(model, dtype=dtype, device=device, skip_tokenizer=True, prefix_cache=False)
 
     def versions(self) -> dict[str, str]:
         return {"rooflight": rooflight.__version__}
