@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rooflight.limits.explanation import explain
+from rooflight.limits.scenario import Scenario
+from rooflight.limits.trace import Step
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.load import load_config
 from tests.cli.running import invoke, refused
@@ -36,7 +39,8 @@ def test_json_has_the_same_figures() -> None:
     result = invoke("explain", "random:qwen3-0.6b", "--context", "0", "--json", "--what-if", "batch=8")
     data = json.loads(result.stdout)
     assert data["weight_bytes"] == 1_192_099_840
-    assert data["stream_us"] == pytest.approx(268, rel=0.05)  # see tests/limits/test_explanation.py
+    known = explain("random:qwen3-0.6b", load_config("random:qwen3-0.6b"), Scenario(Step("decode", 1, 0), "h200"))
+    assert data["stream_us"] == pytest.approx(known.stream_us)
     assert [piece["step"] for piece in data["advice"]] == ["phase", "parallelism", "precision", "own kernel"]
     assert data["what_if"][0]["gain"] > 5
 

@@ -168,8 +168,7 @@ class Scheduler:
             # One token at least is left to run: its logits give the next one.
             shared, link = self.pool.share(sequence.tokens, (len(sequence.tokens) - 1) // self.page_size)
         # A page for each that runs already, or else the newcomer would soon be stopped again.
-        spare = min(len(self.running), self.pool.num_pages - need)
-        if need - len(shared) + spare > self.pool.free:
+        if need - len(shared) + len(self.running) > self.pool.free:
             self.pool.give_back(shared)
             return False
         sequence.pages = shared + self.pool.take(need - len(shared))
