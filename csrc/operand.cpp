@@ -114,6 +114,37 @@ void Operand::check_same_dtype(const Operand& other) const {
   if (dtype_ != other.dtype_) fail(name_, "be " + dtype_name(other.dtype_), dtype_name(dtype_));
 }
 
+void Operand::check_dtype(ScalarType dtype) const {
+  if (dtype_ != dtype) fail(name_, "be " + dtype_name(dtype), dtype_name(dtype_));
+}
+
+void Operand::check_shape(std::initializer_list<int64_t> sizes) const {
+  bool fits = dim_ == static_cast<int64_t>(sizes.size());
+  std::string wish = "(";
+  int64_t i = 0;
+  for (const int64_t size : sizes) {
+    fits = fits && (size < 0 || sizes_[i] == size);
+    wish += (i++ ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
+  }
+  if (!fits) fail(name_, "have shape " + wish + ")", shape_name());
+}
+
+void Operand::check_rows() const {
+  if (numel() > 0 && last_size() > 1 && strides_[dim_ - 1] != 1) {
+    fail(name_, "have stride 1 in its last dimension", std::to_string(strides_[dim_ - 1]));
+  }
+}
+
+void Operand::check_aligned(int64_t bytes) const {
+  bool aligned = reinterpret_cast<uintptr_t>(data_) % bytes == 0;
+  const int64_t size = dtype_ == ScalarType::Float ? 4 : 2;
+  for (int64_t i = 0; i + 1 < dim_; ++i) aligned = aligned && (sizes_[i] <= 1 || strides_[i] * size % bytes == 0);
+  if (!aligned && numel() > 0) {
+    fail(name_, "begin every row at a multiple of " + std::to_string(bytes) + " bytes",
+         "strides " + tuple_of(strides_, dim_) + " at another address");
+  }
+}
+
 void Operand::check_not_expanded() const {
   for (int64_t i = 0; i < dim_; ++i) {
     if (strides_[i] == 0 && sizes_[i] > 1) {

@@ -9,10 +9,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
-#include "rms_norm.h"
+#include "common/types.h"
 
 namespace rooflight {
 
@@ -34,6 +35,7 @@ class Operand {
   int device() const { return device_index_; }
   int64_t dim() const { return dim_; }
   const int64_t* sizes() const { return sizes_; }
+  const int64_t* strides() const { return strides_; }
   int64_t last_size() const { return sizes_[dim_ - 1]; }
   int64_t numel() const;
   std::string device_name() const;
@@ -44,6 +46,12 @@ class Operand {
   void check_same_device(const Operand& other) const;
   void check_same_shape(const Operand& other) const;
   void check_same_dtype(const Operand& other) const;
+  void check_dtype(ScalarType dtype) const;
+  // One size for each dimension; negative: any.
+  void check_shape(std::initializer_list<int64_t> sizes) const;
+  // Stride 1 in the last dimension.
+  void check_rows() const;
+  void check_aligned(int64_t bytes) const;  // address, and all strides but the last
   void check_not_expanded() const;
   void check_not_same_memory(const Operand& other) const;
   // A weight (width,) of the data's dtype or float32, beside `data`.

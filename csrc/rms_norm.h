@@ -4,19 +4,9 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "common/types.h"
+
 namespace rooflight {
-
-enum class Dtype { kFloat32, kFloat16, kBFloat16 };
-
-inline int size_of(Dtype dtype) {
-  return dtype == Dtype::kFloat32 ? 4 : 2;
-}
-
-// One matrix of rows; `stride` counts elements between rows.
-struct Rows {
-  void* data = nullptr;
-  int64_t stride = 0;
-};
 
 // out = rms_norm(x) * weight, or, with a residual, sum = round(x + residual) and out = rms_norm(sum) * weight.
 // out may be x and sum may be residual. What a kernel needs first stands first: a constant that is not in its cache

@@ -118,10 +118,10 @@ inline int even_share(const void* kernel, int64_t blocks, int threads) {
 
 // Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory, so that overlapping is safe
 // whatever comes before, and let_next_kernel_start(). shared: bytes of dynamic shared memory; 0 may be raised by
-// even_share.
+// even_share. cluster: blocks along x that share their shared memory; 1 for none.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Overlap overlap, int shared,
-            Arguments... arguments) {
+void launch_cluster(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, cudaStream_t stream,
+                    Overlap overlap, int shared, Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -131,7 +131,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
                            before.capture == last_captured.capture && before.stream == last_captured.stream;
   const bool overlaps = (overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before)) &&
                         card().major >= 9;  // Hopper and later
-  if (overlaps && overlap == Overlap::kBehindOurs && shared == 0) {
+  if (overlaps && overlap == Overlap::kBehindOurs && shared == 0 && cluster == 1) {
     shared = even_share(reinterpret_cast<const void*>(kernel), int64_t{grid.x} * grid.y * grid.z,
                         static_cast<int>(block.x * block.y * block.z));
   }
@@ -139,13 +139,31 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t s
   if (shared > 48 * 1024) {  // more has to be asked for; asking again costs a fraction of a microsecond
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  if (cluster > 1) {
+    constexpr int kPortable = 8;
+    if (cluster > kPortable) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+    }
+    cudaLaunchAttribute& shape = attributes[config.numAttrs++];
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim.x = cluster;
+    shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
+  }
+  if (overlaps) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  config.attrs = attributes;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), "kernel launch");
   if (before.capturing) last_captured = overlap == Overlap::kNever ? CaptureEnd{} : capture_end(stream);
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Overlap overlap, int shared,
+            Arguments... arguments) {
+  launch_cluster(kernel, grid, block, 1, stream, overlap, shared, arguments...);
 }
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {

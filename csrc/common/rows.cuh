@@ -7,7 +7,7 @@
 #include <initializer_list>
 
 #include "common/pack.cuh"
-#include "rms_norm.h"
+#include "common/types.h"
 
 namespace rooflight {
 

@@ -76,6 +76,15 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
         size(a["x"], a["weight"], a["bias"]),
         a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size(),
     ),
+    "rms_norm_linear": lambda a: (
+        size(a["x"], a["norm_weight"], a["weight"], a["bias"]),
+        a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size(),
+    ),
+    "rms_norm_swiglu": lambda a: (
+        size(a["x"], a["norm_weight"], a["weight"], a["bias"]),
+        a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size() // 2,
+    ),
+    "linear_add_": lambda a: (size(a["residual"], a["x"], a["weight"], a["bias"]), size(a["residual"])),
     "embedding": lambda a: (
         size(a["ids"]) + a["ids"].numel() * size(a["weight"][0]),
         a["ids"].numel() * size(a["weight"][0]),

@@ -55,6 +55,8 @@ LEGAL = {
     ("layer_norm", "weight"): {"other_size"},
     ("layer_norm_backward", "weight"): {"other_size"},
     ("linear", "x"): {"longer", "deeper"},
+    ("rms_norm_linear", "x"): {"longer", "deeper"},
+    ("rms_norm_swiglu", "x"): {"longer", "deeper"},
     ("prefill_attention", "q"): {"longer"},  # rows beyond the last sequence
     ("prefill_attention", "block_table"): {"wider"},
     ("qk_norm_rope_cache_", "q_weight"): {"other_size"},
@@ -74,10 +76,13 @@ PARTNERS = {
     ("decode_attention", "k_cache"): "v_cache",
     ("decode_attention", "seq_lens"): "block_table",
     ("linear", "weight"): "bias",
+    ("linear_add_", "x"): "weight",
     ("penalize_logits_", "bias_ids"): "bias_values",
     ("prefill_attention", "k_cache"): "v_cache",
     ("prefill_attention", "seq_lens"): "block_table",
     ("qk_norm_rope_cache_", "k_cache"): "v_cache",
+    ("rms_norm_linear", "weight"): "bias",
+    ("rms_norm_swiglu", "weight"): "bias",
 }
 
 

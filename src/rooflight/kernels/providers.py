@@ -13,7 +13,7 @@ import torch
 
 from rooflight.kernels import choices, library
 from rooflight.kernels.driver import driver
-from rooflight.ops.contract import REGISTRY
+from rooflight.ops.contract import PLUMBING, REGISTRY
 
 TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
     "fused_add_layer_norm": "layer_norm",
@@ -25,10 +25,17 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
     "rms_norm_backward": "norm_backward",
 }
 CUDA = (  # operators whose `.cuda` overload the compiled library implements
-    "rms_norm",
+    "advance_decode_",
+    "decode_attention",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "linear_add_",
+    "qk_norm_rope_cache_",
+    "rms_norm",
     "rms_norm_backward",
+    "rms_norm_linear",
+    "rms_norm_swiglu",
+    "silu_and_mul",
 )
 
 
@@ -63,7 +70,7 @@ def attach_all() -> None:
             REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
     if library.load() is None:
         for operator in CUDA:
-            REGISTRY[operator].attach("cuda", None, ["cuda"])  # the library has brought the kernel
+            (REGISTRY | PLUMBING)[operator].attach("cuda", None, ["cuda"])  # the library has brought the kernel
     choices.apply(REGISTRY)
 
 

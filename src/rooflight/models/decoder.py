@@ -9,6 +9,9 @@ A layer, on `num_tokens` rows of one or many sequences laid end to end:
     hidden, residual = fused_add_rms_norm(hidden, residual)
     hidden           = linear(silu_and_mul(linear(hidden, packed gate_up)), down)
 
+With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead: five launches a
+layer, for decoding a few sequences, where a launch costs as much as its bytes.
+
 It knows neither requests nor devices: shapes depend only on `num_tokens` and `num_seqs`, nothing is read back to
 the host, so the same code runs eagerly, inside a CUDA graph and under fake tensors.
 """
@@ -16,6 +19,7 @@ the host, so the same code runs eagerly, inside a CUDA graph and under fake tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +32,13 @@ from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
 
 KvCache = tuple[torch.Tensor, torch.Tensor]  # k, v: (num_pages, num_kv_heads, page_size, head_dim)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which operators of a layer are one. The results differ by roundings only."""
+
+    projections: bool = False  # norm, SwiGLU and residual in the products
 
 
 class Linear(nn.Module):
@@ -87,9 +98,45 @@ class DecoderLayer(nn.Module):
         decode: bool,
     ) -> torch.Tensor:
         """`hidden` (num_tokens, hidden_size) is normalised already; `residual` is updated in place."""
-        num_tokens = hidden.shape[0]
+        mixed = self._mix(self.qkv(hidden), positions, cos_sin, cache, slots, meta, decode)
+        hidden = self.communicator.all_reduce(self.o(mixed))  # (tokens, hidden_size)
+        ops.fused_add_rms_norm_(hidden, residual, self.post_norm, self.eps)
+        gated = ops.silu_and_mul(self.gate_up(hidden))  # (tokens, intermediate_size)
+        reduced: torch.Tensor = self.communicator.all_reduce(self.down(gated))  # (tokens, hidden_size)
+        return reduced
+
+    def forward_fused(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: KvCache,
+        slots: torch.Tensor,
+        meta: ops.AttentionMeta,
+        decode: bool,
+    ) -> None:
+        """The layer on `residual` (num_tokens, hidden_size) alone, in place; for one rank."""
+        qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
+        packed = ops.rms_norm_linear(residual, self.input_norm, qkv.weight, qkv.bias, self.eps)
+        mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode)
+        ops.linear_add_(residual, mixed, o.weight, o.bias)
+        gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)
+        ops.linear_add_(residual, gated, down.weight, down.bias)
+
+    def _mix(
+        self,
+        packed: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: KvCache,
+        slots: torch.Tensor,
+        meta: ops.AttentionMeta,
+        decode: bool,
+    ) -> torch.Tensor:
+        """From the packed projection to attention's result, (num_tokens, q width)."""
+        num_tokens = packed.shape[0]
         k_cache, v_cache = cache
-        qkv = self.qkv(hidden).view(num_tokens, self.packed_heads, self.head_dim)  # (tokens, heads, head_dim)
+        qkv = packed.view(num_tokens, self.packed_heads, self.head_dim)  # (tokens, heads, head_dim)
         # Views (tokens, heads, head_dim) with rows of the packed width. 2 us; through Tensor.split it is 6.
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         ops.qk_norm_rope_cache_(
@@ -97,11 +144,7 @@ class DecoderLayer(nn.Module):
         )
         attention = ops.decode_attention if decode else ops.prefill_attention
         mixed = attention(q, k_cache, v_cache, meta, window=self.window)  # (tokens, q heads, head_dim)
-        hidden = self.communicator.all_reduce(self.o(mixed.view(num_tokens, self.q_width)))  # (tokens, hidden_size)
-        ops.fused_add_rms_norm_(hidden, residual, self.post_norm, self.eps)
-        gated = ops.silu_and_mul(self.gate_up(hidden))  # (tokens, intermediate_size)
-        reduced: torch.Tensor = self.communicator.all_reduce(self.down(gated))  # (tokens, hidden_size)
-        return reduced
+        return mixed.view(num_tokens, self.q_width)
 
 
 class Decoder(nn.Module):
@@ -128,6 +171,7 @@ class Decoder(nn.Module):
         self.communicator = communicator if communicator is not None else SingleRank()
         if self.communicator.size != 1:
             raise ValueError(f"communicator must have one rank (weights are not cut), had {self.communicator.size}")
+        self.recipe = Recipe()
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, self.communicator) for index in range(config.num_layers)
         )
@@ -183,10 +227,14 @@ class Decoder(nn.Module):
 
         ids, positions, slots: (num_tokens) int64; a token at slot -1 is not written. caches: one (k, v) a layer.
         decode: one token a sequence (num_tokens = num_seqs) and the decode kernel; otherwise the prefill one.
-        Returns (num_tokens, hidden_size) after the final norm.
+        Returns (num_tokens, hidden_size) as `logits` takes it.
         """
         eps = self.config.rms_norm_eps
         residual = self.communicator.all_reduce(ops.embedding(ids, self.embed))  # (tokens, hidden_size)
+        if self.recipe.projections:
+            for layer, cache in zip(self.layers, caches, strict=True):
+                layer.forward_fused(residual, positions, self.cos_sin, cache, slots, meta, decode)  # type: ignore[operator]
+            return residual
         hidden: torch.Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
             input_norm: torch.Tensor = layer.input_norm  # type: ignore[assignment]
@@ -201,4 +249,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden_size) to (rows, vocab_size) FP32; the caller picks the rows it needs."""
+        if self.recipe.projections:
+            head = self.head
+            return ops.rms_norm_linear(hidden, self.norm, head.weight, head.bias, self.config.rms_norm_eps).float()
         return self.communicator.all_gather(self.head(hidden), dim=-1).float()

@@ -1,8 +1,10 @@
 """Operators: what each is, its reference, gradient, cost and sample inputs. Imports torch only."""
 
 from rooflight.ops.activation import silu_and_mul
+from rooflight.ops.advance import advance_decode_
 from rooflight.ops.contract import REGISTRY, Cost, Make, Operator, backend
 from rooflight.ops.decode_attention import decode_attention, decode_attention_lse
+from rooflight.ops.fused_linear import linear_add_, rms_norm_linear, rms_norm_swiglu
 from rooflight.ops.layer_norm import fused_add_layer_norm, layer_norm
 from rooflight.ops.linear import embedding, linear, pack_weight
 from rooflight.ops.logprobs import top_logprobs
@@ -23,6 +25,7 @@ __all__ = [
     "Cost",
     "Make",
     "Operator",
+    "advance_decode_",
     "backend",
     "decode_attention",
     "decode_attention_lse",
@@ -33,6 +36,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear",
+    "linear_add_",
     "merge_attention",
     "pack_weight",
     "penalize_logits_",
@@ -41,6 +45,8 @@ __all__ = [
     "qk_norm_rope_cache_",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_linear",
+    "rms_norm_swiglu",
     "rope",
     "rope_",
     "sample",

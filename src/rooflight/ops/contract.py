@@ -24,6 +24,9 @@ NAMESPACE = "rooflight"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 PREFERENCE = ("cuda", "triton", "ref")  # on a GPU without measured choices: the first that is there
 REGISTRY: dict[str, Operator] = {}
+PLUMBING: dict[
+    str, Operator
+] = {}  # what an engine needs of a device beside the model: providers, but no contract suite
 
 Args = tuple[Any, ...]
 Tensors = tuple[torch.Tensor, ...]
@@ -182,11 +185,11 @@ def backend(provider: str | None) -> Iterator[None]:
         _forced["backend"] = before
 
 
-def define(name: str, schema: str, **parts: Any) -> Operator:
-    """Make an operator, attach its reference on every device, and enter it in the registry."""
+def define(name: str, schema: str, *, plumbing: bool = False, **parts: Any) -> Operator:
+    """Make an operator, attach its reference on every device, and enter it in the registry (or in PLUMBING)."""
     operator = Operator(name=name, schema=schema, **parts)
     operator.attach("ref", operator.reference, ("cpu", "cuda"))
-    REGISTRY[name] = operator
+    (PLUMBING if plumbing else REGISTRY)[name] = operator
     return operator
 
 

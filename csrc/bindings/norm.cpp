@@ -1,48 +1,16 @@
-// The compiled kernels as PyTorch operators: argument checks, results, current stream.
+// The RMSNorm family as PyTorch operators: argument checks, results, current stream.
 //
-// Schemas, fakes and gradients are defined in Python (rooflight.ops); this file implements their `.cuda` overloads
+// Schemas, fakes and gradients are defined in Python (rooflight.ops); the files here implement their `.cuda` overloads
 // through the LibTorch stable ABI, so one built library serves every PyTorch from 2.10 on and knows no Python.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdio>
 #include <optional>
 #include <tuple>
-#include <vector>
 
-#include "common/launch.cuh"
-#include "operand.h"
+#include "bindings/common.h"
 #include "rms_norm.h"
 
 namespace rooflight {
 namespace {
-
-cudaStream_t current_stream(int device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-// A new contiguous tensor. Straight through the C interface: an empty_like by way of the boxed dispatcher takes longer
-// than all checks and the launch together.
-Tensor empty(const int64_t* sizes, int64_t dim, ScalarType dtype, int device) {
-  int64_t strides[64];
-  if (dim > 64) throw std::invalid_argument("x must have at most 64 dimensions, was " + std::to_string(dim));
-  int64_t step = 1;
-  for (int64_t i = dim - 1; i >= 0; --i) {
-    strides[i] = step;
-    step *= sizes[i] > 0 ? sizes[i] : 1;
-  }
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(dtype),
-                                                  static_cast<int32_t>(DeviceType::CUDA), device, &handle));
-  return Tensor(handle);
-}
-
-Tensor empty_like(const Operand& like) {
-  return empty(like.sizes(), like.dim(), like.dtype(), like.device());
-}
 
 // What all norms have in common: dtypes, sizes, weight, eps.
 template <typename Norm>
@@ -62,16 +30,6 @@ Norm checked(const Operand& x, const Operand& weight, double eps) {
   norm.inverse_width = norm.width > 0 ? 1.0f / static_cast<float>(norm.width) : 0.0f;
   norm.eps = static_cast<float>(eps);
   return norm;
-}
-
-void check_beside(const Operand& operand, const Operand& first) {
-  operand.check_same_shape(first);
-  operand.check_same_dtype(first);
-  operand.check_same_device(first);
-}
-
-Rows contiguous_rows(const Tensor& tensor, int width) {
-  return {tensor.data_ptr(), width};
 }
 
 void run(const RmsNorm& norm, int device) {

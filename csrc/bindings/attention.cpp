@@ -1,0 +1,166 @@
+// Attention over the paged cache, and the step that fills it, as PyTorch operators.
+#include <optional>
+#include <tuple>
+
+#include "bindings/common.h"
+#include "decode_attention.h"
+#include "qk_norm_rope_cache.h"
+
+namespace rooflight {
+namespace {
+
+// A cache (num_pages, num_kv_heads, page_size, head_dim) whose pages are in one piece each.
+int64_t check_cache(const Operand& cache, const Operand& first, int64_t num_kv_heads, int64_t head_dim) {
+  cache.check_same_dtype(first);
+  cache.check_same_device(first);
+  cache.check_shape({-1, num_kv_heads, -1, head_dim});
+  const int64_t *sizes = cache.sizes(), *strides = cache.strides();
+  const bool whole = (sizes[3] <= 1 || strides[3] == 1) && (sizes[2] <= 1 || strides[2] == sizes[3]) &&
+                     (sizes[1] <= 1 || strides[1] == sizes[2] * sizes[3]);
+  if (!whole && cache.numel() > 0) fail(cache.name(), "hold each page in one piece", "another layout");
+  return strides[0];
+}
+
+std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                                            const Tensor& table_tensor, const Tensor& lens_tensor,
+                                            int64_t /* max_seq_len */, double scale, int64_t window, bool return_lse) {
+  const Operand q("q", q_tensor), k_cache("k_cache", k_tensor), v_cache("v_cache", v_tensor);
+  const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+  DecodeAttention a;
+  a.dtype = q.check_values();
+  q.check_shape({-1, -1, -1});
+  const int64_t num_seqs = q.sizes()[0], num_heads = q.sizes()[1], head_dim = q.sizes()[2];
+  if (!takes_head_dim(static_cast<int>(head_dim))) {
+    fail("q", "have a head_dim of 64, 80, 128 or 256 for the cuda provider", std::to_string(head_dim));
+  }
+  k_cache.check_shape({-1, -1, -1, head_dim});
+  const int64_t num_kv_heads = k_cache.sizes()[1], page_size = k_cache.sizes()[2];
+  if (num_kv_heads == 0 || num_heads % num_kv_heads != 0) {
+    fail("q", "have a multiple of num_kv_heads = " + std::to_string(num_kv_heads) + " heads",
+         std::to_string(num_heads));
+  }
+  a.k_page_stride = check_cache(k_cache, q, num_kv_heads, head_dim);
+  v_cache.check_same_shape(k_cache);
+  a.v_page_stride = check_cache(v_cache, q, num_kv_heads, head_dim);
+  q.check_rows();
+  for (const Operand* operand : {&q, &k_cache, &v_cache}) operand->check_aligned(16);
+  for (const Operand* operand : {&table, &lens}) {
+    operand->check_dtype(ScalarType::Int);
+    operand->check_same_device(q);
+  }
+  lens.check_shape({num_seqs});
+  table.check_shape({num_seqs, -1});
+  table.check_rows();
+  if (num_seqs > 1 && lens.strides()[0] != 1) fail("seq_lens", "have stride 1", std::to_string(lens.strides()[0]));
+  if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
+  Tensor out = empty_like(q);
+  const int64_t lse_sizes[2] = {num_seqs, num_heads}, none[1] = {0};
+  Tensor lse =
+      return_lse ? empty(lse_sizes, 2, ScalarType::Float, q.device()) : empty(none, 1, ScalarType::Float, q.device());
+  a.q = q.data();
+  a.k_cache = k_cache.data();
+  a.v_cache = v_cache.data();
+  a.block_table = static_cast<const int*>(table.data());
+  a.seq_lens = static_cast<const int*>(lens.data());
+  a.out = out.data_ptr();
+  a.lse = return_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
+  a.q_stride = q.strides()[0];
+  a.q_head_stride = q.strides()[1];
+  a.table_stride = table.strides()[0];
+  a.scale = static_cast<float>(scale);
+  a.num_seqs = static_cast<int>(num_seqs);
+  a.num_heads = static_cast<int>(num_heads);
+  a.num_kv_heads = static_cast<int>(num_kv_heads);
+  a.head_dim = static_cast<int>(head_dim);
+  a.page_size = static_cast<int>(page_size);
+  a.window = static_cast<int>(window);
+  const DeviceGuard guard(q.device());
+  launch_decode_attention(a, current_stream(q.device()));
+  return {out, lse};
+}
+
+Heads heads_of(const Operand& operand) {
+  operand.check_rows();
+  return {operand.data(), operand.strides()[0], operand.strides()[1], static_cast<int>(operand.sizes()[1])};
+}
+
+void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                        const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                        const Tensor& cos_sin_tensor, const Tensor& positions_tensor, const Tensor& slots_tensor,
+                        Tensor k_cache_tensor, Tensor v_cache_tensor, double eps, bool interleaved) {
+  const Operand q("q", q_tensor), k("k", k_tensor), v("v", v_tensor);
+  const Operand cos_sin("cos_sin", cos_sin_tensor), positions("positions", positions_tensor);
+  const Operand slots("slots", slots_tensor), k_cache("k_cache", k_cache_tensor), v_cache("v_cache", v_cache_tensor);
+  QkNormRopeCache s;
+  s.dtype = s.weight_dtype = q.check_values();
+  q.check_shape({-1, -1, -1});
+  const int64_t tokens = q.sizes()[0], head_dim = q.sizes()[2];
+  k.check_shape({tokens, -1, head_dim});
+  v.check_same_shape(k);
+  if (q_weight.has_value() != k_weight.has_value()) {
+    fail("k_weight", "be given together with q_weight or not at all", "only one of the two");
+  }
+  for (const Operand* operand : {&k, &v}) {
+    operand->check_same_dtype(q);
+    operand->check_same_device(q);
+  }
+  if (q_weight) {
+    const Operand one("q_weight", *q_weight), other("k_weight", *k_weight);
+    s.weight_dtype = one.check_weight(q);
+    other.check_weight(q);
+    other.check_same_dtype(one);
+    s.q_weight = one.data();
+    s.k_weight = other.data();
+  }
+  cos_sin.check_dtype(ScalarType::Float);
+  cos_sin.check_shape({-1, -1});
+  const int64_t rotary = cos_sin.sizes()[1];
+  if (rotary % 2 != 0 || rotary > head_dim) {
+    fail("cos_sin", "have an even width of at most head_dim = " + std::to_string(head_dim), std::to_string(rotary));
+  }
+  cos_sin.check_same_device(q);
+  if (cos_sin.numel() > 0 && (cos_sin.strides()[1] != 1 || cos_sin.strides()[0] != rotary)) {
+    fail("cos_sin", "be contiguous", "another layout");
+  }
+  if (positions.dtype() != ScalarType::Int && positions.dtype() != ScalarType::Long) {
+    fail("positions", "be torch.int32 or torch.int64", dtype_name(positions.dtype()));
+  }
+  slots.check_dtype(ScalarType::Long);
+  for (const Operand* operand : {&positions, &slots}) {
+    operand->check_shape({tokens});
+    operand->check_same_device(q);
+    if (tokens > 1 && operand->strides()[0] != 1) {
+      fail(operand->name(), "have stride 1", std::to_string(operand->strides()[0]));
+    }
+  }
+  s.k_page_stride = check_cache(k_cache, q, k.sizes()[1], head_dim);
+  v_cache.check_same_shape(k_cache);
+  s.v_page_stride = check_cache(v_cache, q, k.sizes()[1], head_dim);
+  for (const Operand* operand : {&q, &k_cache, &v_cache}) operand->check_not_expanded();
+  s.q = heads_of(q);
+  s.k = heads_of(k);
+  s.v = heads_of(v);
+  s.cos_sin = static_cast<const float*>(cos_sin.data());
+  s.positions = positions.data();
+  s.wide_positions = positions.dtype() == ScalarType::Long;
+  s.slots = static_cast<const int64_t*>(slots.data());
+  s.k_cache = k_cache.data();
+  s.v_cache = v_cache.data();
+  s.eps = static_cast<float>(eps);
+  s.num_tokens = static_cast<int>(tokens);
+  s.head_dim = static_cast<int>(head_dim);
+  s.rotary_dim = static_cast<int>(rotary);
+  s.page_size = static_cast<int>(k_cache.sizes()[2]);
+  s.interleaved = interleaved;
+  if (!takes_head(s)) fail("q", "have a head_dim of 256 at most for the cuda provider", std::to_string(head_dim));
+  const DeviceGuard guard(q.device());
+  launch_qk_norm_rope_cache(s, current_stream(q.device()));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
+  library.impl("decode_attention.cuda", TORCH_BOX(&decode_attention));
+  library.impl("qk_norm_rope_cache_.cuda", TORCH_BOX(&qk_norm_rope_cache));
+}
+
+}  // namespace
+}  // namespace rooflight

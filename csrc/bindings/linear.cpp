@@ -1,0 +1,204 @@
+// Matrix products with what stands before and after them, and SwiGLU's element-wise half, as PyTorch operators.
+//
+// For few rows (decoding at small batch) one kernel of ours does all. Otherwise the product is PyTorch's, which takes
+// it to cuBLAS, with our kernels around it.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <array>
+#include <optional>
+
+#include "bindings/common.h"
+#include "few_rows_linear.h"
+#include "rms_norm.h"
+#include "silu_and_mul.h"
+
+namespace rooflight {
+namespace {
+
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+// One call of PyTorch's operator of that name. The stack holds the arguments before and the result after it.
+template <typename... Arguments>
+Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
+// Checks of x (..., in_features), weight (out_features, in_features) and bias (out_features,).
+FewRowsLinear checked(const Operand& x, const Operand& weight, const std::optional<Tensor>& bias_tensor) {
+  FewRowsLinear p;
+  p.dtype = x.check_values();
+  weight.check_shape({-1, x.last_size()});
+  weight.check_same_dtype(x);
+  weight.check_same_device(x);
+  weight.check_rows();
+  if (weight.sizes()[0] > 1 && weight.strides()[0] != weight.sizes()[1]) {
+    fail("weight", "be contiguous", "rows " + std::to_string(weight.strides()[0]) + " apart");
+  }
+  if (bias_tensor) {
+    const Operand bias("bias", *bias_tensor);
+    bias.check_shape({weight.sizes()[0]});
+    bias.check_same_dtype(x);
+    bias.check_same_device(x);
+    if (bias.last_size() > 1 && bias.strides()[0] != 1) {
+      fail("bias", "have stride 1", std::to_string(bias.strides()[0]));
+    }
+    p.bias = bias.data();
+  }
+  const Rows rows = x.as_rows();
+  p.x = rows.data;
+  p.x_stride = rows.stride;
+  p.weight = weight.data();
+  p.in_features = static_cast<int>(x.last_size());
+  p.out_features = static_cast<int>(weight.sizes()[0]);
+  const int64_t many = p.in_features > 0 ? x.numel() / p.in_features : 0;
+  p.rows = static_cast<int>(many < kFewRows + 1 ? many : kFewRows + 1);  // more are not taken
+  return p;
+}
+
+void check_norm(FewRowsLinear& p, const Operand& x, const Operand& norm_weight, double eps) {
+  norm_weight.check_same_dtype(x);
+  norm_weight.check_weight(x);
+  if (!(eps >= 0)) fail("eps", "be zero or more", std::to_string(eps));
+  p.prologue = Prologue::kRmsNorm;
+  p.norm_weight = norm_weight.data();
+  p.eps = static_cast<float>(eps);
+  p.inverse_width = p.in_features > 0 ? 1.0f / static_cast<float>(p.in_features) : 0.0f;
+}
+
+Tensor normed(const Operand& x, const FewRowsLinear& p) {
+  Tensor out = empty_like(x);
+  RmsNorm norm;
+  norm.dtype = norm.weight_dtype = p.dtype;
+  norm.x = x.as_rows();
+  norm.weight = p.norm_weight;
+  norm.out = contiguous_rows(out, p.in_features);
+  norm.width = p.in_features;
+  norm.rows = p.in_features > 0 ? x.numel() / p.in_features : 0;
+  norm.inverse_width = p.inverse_width;
+  norm.eps = p.eps;
+  launch_rms_norm(norm, current_stream(x.device()));
+  return out;
+}
+
+Tensor rms_norm_linear(const Tensor& x_tensor, const Tensor& norm_tensor, const Tensor& weight_tensor,
+                       const std::optional<Tensor>& bias, double eps) {
+  const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
+  FewRowsLinear p = checked(x, weight, bias);
+  check_norm(p, x, norm_weight, eps);
+  const DeviceGuard guard(x.device());
+  if (!takes_few_rows(p)) return call("aten::linear", "", normed(x, p), weight_tensor, bias);
+  Tensor out = empty_rows(x, p.out_features);
+  p.out = out.data_ptr();
+  p.out_stride = p.out_features;
+  launch_few_rows_linear(p, current_stream(x.device()));
+  return out;
+}
+
+// The tensor's rows as a matrix on the same memory.
+Tensor as_matrix(const Operand& operand, const Tensor& tensor) {
+  const int64_t width = operand.last_size(), count = width > 0 ? operand.numel() / width : 0;
+  const int64_t sizes[2] = {count, width}, strides[2] = {operand.as_rows().stride, 1};
+  int64_t offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), 2, sizes, strides, offset, &handle));
+  return Tensor(handle);
+}
+
+// residual += x @ weight^T + bias, the sum in cuBLAS's epilogue.
+void add_product(const Operand& residual, const Tensor& residual_tensor, const Operand& x, const Tensor& x_tensor,
+                 const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (residual.numel() == 0) return;
+  const Tensor out = as_matrix(residual, residual_tensor);
+  if (bias) {
+    const Tensor product = call("aten::linear", "", as_matrix(x, x_tensor), weight, bias);
+    AtenTensorHandle sum = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(out.get(), product.get(), 1.0, &sum));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), Tensor(sum).get(), 0));
+    return;
+  }
+  const Tensor rows = as_matrix(x, x_tensor), columns = torch::stable::transpose(weight, 0, 1);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), rows.get(), columns.get(), 1.0, 1.0));
+}
+
+void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                const std::optional<Tensor>& bias) {
+  const Operand residual("residual", residual_tensor), x("x", x_tensor), weight("weight", weight_tensor);
+  residual.check_values();
+  x.check_same_dtype(residual);
+  x.check_same_device(residual);
+  bool same = residual.dim() == x.dim();
+  for (int64_t i = 0; same && i + 1 < x.dim(); ++i) same = residual.sizes()[i] == x.sizes()[i];
+  if (!same) fail("x", "have the leading dimensions of residual, " + residual.shape_name(), x.shape_name());
+  weight.check_shape({residual.last_size(), x.last_size()});
+  FewRowsLinear p = checked(x, weight, bias);
+  residual.check_not_expanded();
+  residual.check_not_same_memory(x);
+  const Rows rows = residual.as_rows();
+  const DeviceGuard guard(x.device());
+  if (!takes_few_rows(p)) {
+    add_product(residual, residual_tensor, x, x_tensor, weight_tensor, bias);
+    return;
+  }
+  p.epilogue = Epilogue::kAdd;
+  p.out = rows.data;
+  p.out_stride = rows.stride;
+  launch_few_rows_linear(p, current_stream(x.device()));
+}
+
+Tensor silu_and_mul_of(const Operand& x) {
+  const int64_t size = x.last_size() / 2;
+  Tensor out = empty_rows(x, size);
+  SiluAndMul step;
+  step.dtype = x.check_values();
+  if (x.last_size() % 2 != 0) fail("x", "have an even last dimension (gate and up)", std::to_string(x.last_size()));
+  step.x = x.as_rows();
+  step.out = contiguous_rows(out, size);
+  step.size = static_cast<int>(size);
+  step.rows = size > 0 ? x.numel() / (2 * size) : 0;
+  launch_silu_and_mul(step, current_stream(x.device()));
+  return out;
+}
+
+Tensor silu_and_mul(const Tensor& x_tensor) {
+  const Operand x("x", x_tensor);
+  x.check_values();
+  const DeviceGuard guard(x.device());
+  return silu_and_mul_of(x);
+}
+
+Tensor rms_norm_swiglu(const Tensor& x_tensor, const Tensor& norm_tensor, const Tensor& weight_tensor,
+                       const std::optional<Tensor>& bias, double eps) {
+  const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
+  FewRowsLinear p = checked(x, weight, bias);
+  check_norm(p, x, norm_weight, eps);
+  if (p.out_features % 2 != 0) {
+    fail("weight", "have an even number of rows (gate and up)", std::to_string(p.out_features));
+  }
+  const DeviceGuard guard(x.device());
+  p.epilogue = Epilogue::kSwiglu;
+  if (!takes_few_rows(p)) {
+    const Tensor product = call("aten::linear", "", normed(x, p), weight_tensor, bias);
+    return silu_and_mul_of(Operand("x", product));
+  }
+  Tensor out = empty_rows(x, p.out_features / 2);
+  p.out = out.data_ptr();
+  p.out_stride = p.out_features / 2;
+  launch_few_rows_linear(p, current_stream(x.device()));
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
+  library.impl("rms_norm_linear.cuda", TORCH_BOX(&rms_norm_linear));
+  library.impl("linear_add_.cuda", TORCH_BOX(&linear_add));
+  library.impl("rms_norm_swiglu.cuda", TORCH_BOX(&rms_norm_swiglu));
+  library.impl("silu_and_mul.cuda", TORCH_BOX(&silu_and_mul));
+}
+
+}  // namespace
+}  // namespace rooflight

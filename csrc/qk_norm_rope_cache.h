@@ -1,0 +1,37 @@
+// Between the QKV projection and attention: head norms, RoPE, and the write into the paged cache. Plain C++.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "common/types.h"
+
+namespace rooflight {
+
+// (num_tokens, heads, head_dim) with any stride between tokens and between heads, in elements.
+struct Heads {
+  void* data = nullptr;
+  int64_t token_stride = 0, head_stride = 0;
+  int heads = 0;
+};
+
+struct QkNormRopeCache {
+  Heads q, k, v;
+  const void* q_weight = nullptr;  // null: no norm
+  const void* k_weight = nullptr;
+  const float* cos_sin = nullptr;  // (positions, rotary_dim)
+  const void* positions = nullptr;
+  const int64_t* slots = nullptr;  // -1: not written
+  void* k_cache = nullptr;         // (num_pages, num_kv_heads, page_size, head_dim)
+  void* v_cache = nullptr;
+  int64_t k_page_stride = 0, v_page_stride = 0, table_stride = 0;
+  float eps = 0.0f;
+  int num_tokens = 0, head_dim = 0, rotary_dim = 0, page_size = 0;
+  bool interleaved = false, wide_positions = true;  // int64 or int32
+  Dtype dtype = Dtype::kBFloat16, weight_dtype = Dtype::kBFloat16;
+};
+
+bool takes_head(const QkNormRopeCache& step);  // head_dim up to 256
+void launch_qk_norm_rope_cache(const QkNormRopeCache& step, cudaStream_t stream);
+
+}  // namespace rooflight
