@@ -23,6 +23,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
     "layer_norm_backward": "layer_norm_backward",
     "rms_norm": "norm",
     "rms_norm_backward": "norm_backward",
+    "sample": "sample",
 }
 CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "advance_decode_",

@@ -4,10 +4,15 @@ Three faults: a store of FP32 as bf16 truncates instead of rounding (seen in Tri
 the raw bits of bf16 operands (3.6 and 3.9), and a denormal bf16 that is loaded becomes another value in FP32 (3.9).
 With the repair rounding is bit-exact to nearest even. Races, atomics under contention, programmatic launches and TMA
 cannot be tested in the interpreter.
+
+And one that costs time: at every call of a function within a kernel it replaces the language anew, half of the time of
+a kernel with many small functions. Once a launch is enough.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,3 +58,24 @@ def repair() -> None:
     convert.repaired = True  # type: ignore[attr-defined]
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+    _replace_the_language_once(interpreter)
+
+
+def _replace_the_language_once(interpreter: Any) -> None:
+    """A launch replaces it and puts it back at its end; what calls within do again until then is dropped."""
+    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    seen = cache(lambda fn: frozenset(id(value) for value in fn.__globals__.values() if inspect.ismodule(value)))
+    replaced: set[frozenset[int]] = set()  # in this launch, by the modules that a function sees
+
+    def replace_once(fn: Any) -> Any:
+        if seen(fn) in replaced:
+            return interpreter._LangPatchScope()
+        replaced.add(seen(fn))
+        return replace(fn)
+
+    def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang = replace_once
+    interpreter.GridExecutor.__call__ = launch_afresh
