@@ -21,6 +21,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
     "fused_add_rms_norm_": "norm",
     "layer_norm": "layer_norm",
     "layer_norm_backward": "layer_norm_backward",
+    "prefill_attention": "prefill_attention",
     "rms_norm": "norm",
     "rms_norm_backward": "norm_backward",
 }
