@@ -103,6 +103,20 @@ def test_more_heads_than_a_small_tile_has_rows() -> None:
         REGISTRY["prefill_attention"].providers["triton"](*args)
 
 
+@pytest.mark.parametrize("splits", [1, 3, 64])
+@pytest.mark.parametrize("window", [0, 33, 70])
+def test_decode_in_any_number_of_parts(splits: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part, which needs no merge, fewer parts than tiles, and more: then most of them hold no key."""
+    from rooflight.kernels.triton import decode_attention
+
+    monkeypatch.setattr(decode_attention, "_splits", lambda q, num_kv_heads: splits)
+    operator = REGISTRY["decode_attention"]
+    dims = {"num_heads": 3, "num_kv_heads": 1, "window": window}
+    args = operator.inputs(Make(torch.bfloat16), seq_lens=(0, 1, 31, 32, 33, 64, 200), **dims)
+    results = operator.providers["triton"](*copy_args(args, DEVICE))
+    assert_right(expect(operator, args), results)
+
+
 def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to(DEVICE) for tensor in tensors]
 

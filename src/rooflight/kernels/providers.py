@@ -16,6 +16,7 @@ from rooflight.kernels.driver import driver
 from rooflight.ops.contract import REGISTRY
 
 TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
+    "decode_attention": "decode_attention",
     "fused_add_layer_norm": "layer_norm",
     "fused_add_rms_norm": "norm",
     "fused_add_rms_norm_": "norm",
