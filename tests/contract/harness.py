@@ -373,6 +373,7 @@ NOT_BATCH_INVARIANT = {
     "layer_norm_backward.ref.cuda": _REDUCTION,
     "fused_add_layer_norm.ref.cuda": _REDUCTION,
     "qk_norm_rope_cache_.ref.cuda": _REDUCTION,
+    "decode_attention.triton.cuda": "a small batch has its keys split over more programs, so its sums have other parts",
 }
 
 

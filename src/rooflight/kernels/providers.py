@@ -16,11 +16,13 @@ from rooflight.kernels.driver import driver
 from rooflight.ops.contract import PLUMBING, REGISTRY
 
 TRITON = {  # operator -> module under kernels/triton with a launcher of the operator's name
+    "decode_attention": "decode_attention",
     "fused_add_layer_norm": "layer_norm",
     "fused_add_rms_norm": "norm",
     "fused_add_rms_norm_": "norm",
     "layer_norm": "layer_norm",
     "layer_norm_backward": "layer_norm_backward",
+    "prefill_attention": "prefill_attention",
     "rms_norm": "norm",
     "rms_norm_backward": "norm_backward",
     "sample": "sample",

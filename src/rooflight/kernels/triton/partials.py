@@ -6,11 +6,11 @@ partial sums in a fixed order, so the same call gives the same bits every time: 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+
+from rooflight.kernels.triton.rows import multiprocessors
 
 WARPS_AT_ONCE = 16  # of one multiprocessor
 REGISTERS = 65536 // (32 * WARPS_AT_ONCE)  # that a thread may take for so many to fit
@@ -19,16 +19,11 @@ TILE = 128, 32  # partial sums and columns that one program of the second kernel
 INTERPRETED_PROGRAMS, INTERPRETED_TILE = 2, (1, 4096)
 
 
-@cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def programs(x: torch.Tensor, tiles: int, warps: int) -> int:
     """How many programs walk the tiles of x: as many as run at once, and no more than there are tiles."""
     limit = INTERPRETED_PROGRAMS
     if x.is_cuda:
-        limit = _multiprocessors(x.device.index) * max(WARPS_AT_ONCE // warps, 1)
+        limit = multiprocessors(x.device.index) * max(WARPS_AT_ONCE // warps, 1)
     return min(tiles, limit)
 
 

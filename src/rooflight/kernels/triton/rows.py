@@ -35,11 +35,15 @@ def plan(hidden_size: int, largest: int, tile: int) -> Plan:
     return Plan(block, rows, min(max(rows * block // (32 * PER_THREAD), 1), 32), hidden_size <= largest)
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as (rows, hidden_size) without a copy, or ValueError."""
     width = tensor.shape[-1]
-    if width > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name} must have stride 1 in its last dimension, was {tensor.stride(-1)}")
+    check_last_dimension(name, tensor)
     if tensor.dim() == 2:
         return tensor
     try:
@@ -49,6 +53,12 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{name} must have leading dimensions that fold into rows, was shape {tuple(tensor.shape)} "
             f"with strides {tensor.stride()}"
         ) from None
+
+
+def check_last_dimension(name: str, tensor: torch.Tensor) -> None:
+    """The elements of a row must lie side by side; every other stride is passed to the kernel."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, was {tensor.stride(-1)}")
 
 
 def check_vector(name: str, tensor: torch.Tensor) -> None:
