@@ -159,7 +159,7 @@ def _composition(
     *,
     compute: torch.dtype,
 ) -> torch.Tensor:
-    """The norm rounded to the dtype, as the matrix unit takes it: a baseline of FP32 inside would be better than any."""
+    """The baseline rounds the norm to the dtype, as the matrix unit takes it."""
     normed = F.rms_norm(x.to(compute), x.shape[-1:], norm_weight.to(compute), eps)
     if compute == torch.float32:
         normed = normed.to(x.dtype).float()
