@@ -23,7 +23,7 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;       // three blocks fit a multiprocessor, and a cluster of 16 the smallest group of them
 constexpr int kLeastPart = 64;  // keys a block should have before another one is asked to help
 constexpr int kMostSplits = 16;
 constexpr unsigned kAll = 0xffffffffu;
@@ -59,8 +59,20 @@ __device__ __forceinline__ float share(float peak, float merged) {
   return peak == -INFINITY ? 0.0f : exp2f(peak - merged);
 }
 
-template <typename T, int D, int G, bool CLUSTER>
-__global__ void __launch_bounds__(kWarps * 32) decode_attention(DecodeAttention a) {
+// 16 bytes, or their elements one by one where the tensors are not aligned.
+template <bool ALIGNED, typename P>
+__device__ __forceinline__ P load_pack(const P* from) {
+  if constexpr (ALIGNED) return load(from);
+  P pack;
+#pragma unroll
+  for (int j = 0; j < static_cast<int>(sizeof(pack.values) / sizeof(pack.values[0])); ++j) {
+    pack.values[j] = reinterpret_cast<decltype(&pack.values[0])>(const_cast<P*>(from))[j];
+  }
+  return pack;
+}
+
+template <typename T, int D, int G, bool CLUSTER, bool ALIGNED>
+__global__ void __launch_bounds__(kWarps * 32, ALIGNED ? 3 : 2) decode_attention(DecodeAttention a) {
   using L = Layout<T, D, G>;
   using P = Pack<T, L::kElements>;
   constexpr int E = L::kElements;
@@ -116,7 +128,14 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention(DecodeAttention 
   }
 
   const int* table = a.block_table + sequence * a.table_stride;
-  const auto page_of = [&](int token) { return token < end ? table[token / a.page_size] : 0; };
+  const auto page_of = [&](int token) {
+    if (token >= end) return 0;
+    return table[a.page_shift >= 0 ? token >> a.page_shift : token / a.page_size];
+  };
+  const auto place_of = [&](const CacheStrides& strides, int page, int token) {
+    const int offset = a.page_shift >= 0 ? token & (a.page_size - 1) : token % a.page_size;
+    return page * strides.page + kv_head * strides.head + offset * strides.token;
+  };
   int pages[L::kUnroll];  // of the next turn: the table is read one turn ahead
 #pragma unroll
   for (int u = 0; u < L::kUnroll; ++u) pages[u] = page_of(begin + warp * L::kTokens + u * L::kSide + side);
@@ -126,15 +145,16 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention(DecodeAttention 
 #pragma unroll
     for (int u = 0; u < L::kUnroll; ++u) {
       const int token = base + u * L::kSide + side;
-      const int64_t place = static_cast<int64_t>(kv_head * a.page_size + token % a.page_size) * D;
-      const P* k = reinterpret_cast<const P*>(static_cast<const T*>(a.k_cache) + pages[u] * a.k_page_stride + place);
-      const P* v = reinterpret_cast<const P*>(static_cast<const T*>(a.v_cache) + pages[u] * a.v_page_stride + place);
+      const P* k =
+          reinterpret_cast<const P*>(static_cast<const T*>(a.k_cache) + place_of(a.k_strides, pages[u], token));
+      const P* v =
+          reinterpret_cast<const P*>(static_cast<const T*>(a.v_cache) + place_of(a.v_strides, pages[u], token));
 #pragma unroll
       for (int c = 0; c < L::kOwn; ++c) {
         const int chunk = c * L::kLanes + part_lane;
         const bool there = token < end && (L::kChunks % L::kLanes == 0 || chunk < L::kChunks);
-        keys[u][c] = there ? load(k + chunk) : P{};
-        values[u][c] = there ? load(v + chunk) : P{};
+        keys[u][c] = there ? load_pack<ALIGNED>(k + chunk) : P{};
+        values[u][c] = there ? load_pack<ALIGNED>(v + chunk) : P{};
       }
     }
 #pragma unroll
@@ -274,7 +294,9 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention(DecodeAttention 
          place += members * kWarps * 32) {
       const int g = place / D, d = place % D;
       float highest = -INFINITY, total = 0.0f, value = 0.0f;
+#pragma unroll 8
       for (int m = 0; m < wanted; ++m) highest = fmaxf(highest, *cluster.map_shared_rank(&all_peak[g], m));
+#pragma unroll 8
       for (int m = 0; m < wanted; ++m) {
         const float kept = share(*cluster.map_shared_rank(&all_peak[g], m), highest);
         total += *cluster.map_shared_rank(&all_sum[g], m) * kept;
@@ -286,21 +308,24 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention(DecodeAttention 
   }
 }
 
-template <typename T, int D, int G>
+template <typename T, int D, int G, bool ALIGNED>
 void launch_grouped(const DecodeAttention& a, cudaStream_t stream) {
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + G - 1) / G;
   const int splits = a.splits > 0 ? a.splits : decode_splits(a.num_seqs, a.num_kv_heads, group);
   const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(kWarps * 32);
-  if (splits == 1) return launch(decode_attention<T, D, G, false>, grid, block, stream, Overlap::kBehindOurs, 0, a);
-  launch_cluster(decode_attention<T, D, G, true>, grid, block, splits, stream, Overlap::kBehindOurs, 0, a);
+  if (splits == 1) {
+    return launch(decode_attention<T, D, G, false, ALIGNED>, grid, block, stream, Overlap::kBehindOurs, 0, a);
+  }
+  launch_cluster(decode_attention<T, D, G, true, ALIGNED>, grid, block, splits, stream, Overlap::kBehindOurs, 0, a);
 }
 
 template <typename T, int D>
 void launch_for_group(const DecodeAttention& a, cudaStream_t stream) {
   const int group = a.num_heads / a.num_kv_heads;
-  if (group == 1) return launch_grouped<T, D, 1>(a, stream);
-  if (group == 2) return launch_grouped<T, D, 2>(a, stream);
-  launch_grouped<T, D, 4>(a, stream);
+  if (!a.aligned) return launch_grouped<T, D, 2, false>(a, stream);
+  if (group == 1) return launch_grouped<T, D, 1, true>(a, stream);
+  if (group == 2) return launch_grouped<T, D, 2, true>(a, stream);
+  launch_grouped<T, D, 4, true>(a, stream);
 }
 
 template <typename T>

@@ -8,7 +8,11 @@
 
 namespace rooflight {
 
-// k_cache, v_cache: (num_pages, num_kv_heads, page_size, head_dim), contiguous. Strides count elements.
+// k_cache, v_cache: (num_pages, num_kv_heads, page_size, head_dim). Strides count elements; that of head_dim is 1.
+struct CacheStrides {
+  int64_t page = 0, head = 0, token = 0;
+};
+
 struct DecodeAttention {
   const void* q = nullptr;
   const void* k_cache = nullptr;
@@ -18,10 +22,12 @@ struct DecodeAttention {
   void* out = nullptr;   // (num_seqs, num_heads, head_dim), contiguous
   float* lse = nullptr;  // (num_seqs, num_heads) or null
   int64_t q_stride = 0, q_head_stride = 0, table_stride = 0;
-  int64_t k_page_stride = 0, v_page_stride = 0;
+  CacheStrides k_strides, v_strides;
   float scale = 0.0f;
   int num_seqs = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, page_size = 0, window = 0;
-  int splits = 0;  // parts of a sequence at most, a power of two up to 16; 0: by the rule
+  int page_shift = -1;  // of a page_size that is a power of two
+  bool aligned = true;  // everything to 16 bytes
+  int splits = 0;       // parts of a sequence at most, a power of two up to 16; 0: by the rule
   Dtype dtype = Dtype::kBFloat16;
 };
 

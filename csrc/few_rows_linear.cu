@@ -237,7 +237,7 @@ bool takes_few_rows(const FewRowsLinear& p) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   return p.dtype != Dtype::kFloat32 && p.rows >= 1 && p.rows <= kFewRows && p.in_features % kStepWidth == 0 &&
          p.in_features >= kStepWidth && p.in_features / kStepWidth <= most_steps(p.prologue) && p.out_features > 0 &&
-         p.x_stride % 8 == 0 && aligned(p.weight) && aligned(p.x) && aligned(p.norm_weight);
+         p.x_stride % 8 == 0 && p.weight != nullptr && aligned(p.weight) && aligned(p.x) && aligned(p.norm_weight);
 }
 
 void launch_few_rows_linear(const FewRowsLinear& p, cudaStream_t stream) {

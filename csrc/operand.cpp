@@ -135,14 +135,20 @@ void Operand::check_rows() const {
   }
 }
 
-void Operand::check_aligned(int64_t bytes) const {
-  bool aligned = reinterpret_cast<uintptr_t>(data_) % bytes == 0;
-  const int64_t size = dtype_ == ScalarType::Float ? 4 : 2;
-  for (int64_t i = 0; i + 1 < dim_; ++i) aligned = aligned && (sizes_[i] <= 1 || strides_[i] * size % bytes == 0);
-  if (!aligned && numel() > 0) {
-    fail(name_, "begin every row at a multiple of " + std::to_string(bytes) + " bytes",
-         "strides " + tuple_of(strides_, dim_) + " at another address");
+bool Operand::is_contiguous() const {
+  int64_t step = 1;
+  for (int64_t i = dim_ - 1; i >= 0; --i) {
+    if (sizes_[i] > 1 && strides_[i] != step) return false;
+    step *= sizes_[i];
   }
+  return true;
+}
+
+bool Operand::aligned(int64_t bytes) const {
+  bool fits = reinterpret_cast<uintptr_t>(data_) % bytes == 0;
+  const int64_t size = dtype_ == ScalarType::Float ? 4 : 2;
+  for (int64_t i = 0; i + 1 < dim_; ++i) fits = fits && (sizes_[i] <= 1 || strides_[i] * size % bytes == 0);
+  return fits;
 }
 
 void Operand::check_not_expanded() const {

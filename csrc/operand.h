@@ -51,7 +51,8 @@ class Operand {
   void check_shape(std::initializer_list<int64_t> sizes) const;
   // Stride 1 in the last dimension.
   void check_rows() const;
-  void check_aligned(int64_t bytes) const;  // address, and all strides but the last
+  bool is_contiguous() const;
+  bool aligned(int64_t bytes) const;  // address, and all strides but the last
   void check_not_expanded() const;
   void check_not_same_memory(const Operand& other) const;
   // A weight (width,) of the data's dtype or float32, beside `data`.

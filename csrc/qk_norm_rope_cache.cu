@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
   if (!is_q) {
     const int64_t slot = s.slots[token];
     if (slot < 0) return;
-    const int64_t page = slot / s.page_size, place = head * s.page_size + slot % s.page_size;
-    out = is_k ? static_cast<T*>(s.k_cache) + page * s.k_page_stride + place * s.head_dim
-               : static_cast<T*>(s.v_cache) + page * s.v_page_stride + place * s.head_dim;
+    const CacheStrides& strides = is_k ? s.k_strides : s.v_strides;
+    out = static_cast<T*>(is_k ? s.k_cache : s.v_cache) + slot / s.page_size * strides.page + head * strides.head +
+          slot % s.page_size * strides.token;
     if (!is_k) {
       for (int i = lane; i < s.head_dim; i += 32) out[i] = in[i];
       return;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
   if (weight != nullptr) inverse = rsqrtf(warp_sum(square) / static_cast<float>(s.head_dim) + s.eps);
   const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[token]
                                             : static_cast<const int32_t*>(s.positions)[token];
-  const float* angles = s.cos_sin + position * s.rotary_dim;
+  const float* angles = s.cos_sin + position * s.table_stride;
 #pragma unroll
   for (int i = 0; i < kMostPairs; ++i) {
     const int p = lane + 32 * i;

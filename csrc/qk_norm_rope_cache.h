@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "common/types.h"
+#include "decode_attention.h"
 
 namespace rooflight {
 
@@ -24,7 +25,8 @@ struct QkNormRopeCache {
   const int64_t* slots = nullptr;  // -1: not written
   void* k_cache = nullptr;         // (num_pages, num_kv_heads, page_size, head_dim)
   void* v_cache = nullptr;
-  int64_t k_page_stride = 0, v_page_stride = 0, table_stride = 0;
+  CacheStrides k_strides, v_strides;
+  int64_t table_stride = 0;  // of cos_sin
   float eps = 0.0f;
   int num_tokens = 0, head_dim = 0, rotary_dim = 0, page_size = 0;
   bool interleaved = false, wide_positions = true;  // int64 or int32

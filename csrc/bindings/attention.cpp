@@ -9,16 +9,13 @@
 namespace rooflight {
 namespace {
 
-// A cache (num_pages, num_kv_heads, page_size, head_dim) whose pages are in one piece each.
-int64_t check_cache(const Operand& cache, const Operand& first, int64_t num_kv_heads, int64_t head_dim) {
+// A cache (num_pages, num_kv_heads, page_size, head_dim).
+CacheStrides check_cache(const Operand& cache, const Operand& first, int64_t num_kv_heads, int64_t head_dim) {
   cache.check_same_dtype(first);
   cache.check_same_device(first);
   cache.check_shape({-1, num_kv_heads, -1, head_dim});
-  const int64_t *sizes = cache.sizes(), *strides = cache.strides();
-  const bool whole = (sizes[3] <= 1 || strides[3] == 1) && (sizes[2] <= 1 || strides[2] == sizes[3]) &&
-                     (sizes[1] <= 1 || strides[1] == sizes[2] * sizes[3]);
-  if (!whole && cache.numel() > 0) fail(cache.name(), "hold each page in one piece", "another layout");
-  return strides[0];
+  cache.check_rows();
+  return {cache.strides()[0], cache.strides()[1], cache.strides()[2]};
 }
 
 std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
@@ -39,11 +36,11 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
     fail("q", "have a multiple of num_kv_heads = " + std::to_string(num_kv_heads) + " heads",
          std::to_string(num_heads));
   }
-  a.k_page_stride = check_cache(k_cache, q, num_kv_heads, head_dim);
+  a.k_strides = check_cache(k_cache, q, num_kv_heads, head_dim);
   v_cache.check_same_shape(k_cache);
-  a.v_page_stride = check_cache(v_cache, q, num_kv_heads, head_dim);
+  a.v_strides = check_cache(v_cache, q, num_kv_heads, head_dim);
   q.check_rows();
-  for (const Operand* operand : {&q, &k_cache, &v_cache}) operand->check_aligned(16);
+  a.aligned = q.aligned(16) && k_cache.aligned(16) && v_cache.aligned(16);
   for (const Operand* operand : {&table, &lens}) {
     operand->check_dtype(ScalarType::Int);
     operand->check_same_device(q);
@@ -74,6 +71,9 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.head_dim = static_cast<int>(head_dim);
   a.page_size = static_cast<int>(page_size);
   a.window = static_cast<int>(window);
+  if ((page_size & (page_size - 1)) == 0) {
+    for (a.page_shift = 0; (int64_t{1} << a.page_shift) < page_size;) ++a.page_shift;
+  }
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
   return {out, lse};
@@ -119,9 +119,7 @@ void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v
     fail("cos_sin", "have an even width of at most head_dim = " + std::to_string(head_dim), std::to_string(rotary));
   }
   cos_sin.check_same_device(q);
-  if (cos_sin.numel() > 0 && (cos_sin.strides()[1] != 1 || cos_sin.strides()[0] != rotary)) {
-    fail("cos_sin", "be contiguous", "another layout");
-  }
+  cos_sin.check_rows();
   if (positions.dtype() != ScalarType::Int && positions.dtype() != ScalarType::Long) {
     fail("positions", "be torch.int32 or torch.int64", dtype_name(positions.dtype()));
   }
@@ -133,14 +131,15 @@ void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v
       fail(operand->name(), "have stride 1", std::to_string(operand->strides()[0]));
     }
   }
-  s.k_page_stride = check_cache(k_cache, q, k.sizes()[1], head_dim);
+  s.k_strides = check_cache(k_cache, q, k.sizes()[1], head_dim);
   v_cache.check_same_shape(k_cache);
-  s.v_page_stride = check_cache(v_cache, q, k.sizes()[1], head_dim);
+  s.v_strides = check_cache(v_cache, q, k.sizes()[1], head_dim);
   for (const Operand* operand : {&q, &k_cache, &v_cache}) operand->check_not_expanded();
   s.q = heads_of(q);
   s.k = heads_of(k);
   s.v = heads_of(v);
   s.cos_sin = static_cast<const float*>(cos_sin.data());
+  s.table_stride = cos_sin.strides()[0];
   s.positions = positions.data();
   s.wide_positions = positions.dtype() == ScalarType::Long;
   s.slots = static_cast<const int64_t*>(slots.data());

@@ -35,28 +35,23 @@ FewRowsLinear checked(const Operand& x, const Operand& weight, const std::option
   weight.check_shape({-1, x.last_size()});
   weight.check_same_dtype(x);
   weight.check_same_device(x);
-  weight.check_rows();
-  if (weight.sizes()[0] > 1 && weight.strides()[0] != weight.sizes()[1]) {
-    fail("weight", "be contiguous", "rows " + std::to_string(weight.strides()[0]) + " apart");
-  }
   if (bias_tensor) {
     const Operand bias("bias", *bias_tensor);
     bias.check_shape({weight.sizes()[0]});
     bias.check_same_dtype(x);
     bias.check_same_device(x);
-    if (bias.last_size() > 1 && bias.strides()[0] != 1) {
-      fail("bias", "have stride 1", std::to_string(bias.strides()[0]));
-    }
     p.bias = bias.data();
+    if (!bias.is_contiguous()) p.rows = kFewRows + 1;
   }
   const Rows rows = x.as_rows();
   p.x = rows.data;
   p.x_stride = rows.stride;
-  p.weight = weight.data();
+  p.weight = weight.is_contiguous() ? weight.data() : nullptr;  // others are PyTorch's business
   p.in_features = static_cast<int>(x.last_size());
   p.out_features = static_cast<int>(weight.sizes()[0]);
   const int64_t many = p.in_features > 0 ? x.numel() / p.in_features : 0;
-  p.rows = static_cast<int>(many < kFewRows + 1 ? many : kFewRows + 1);  // more are not taken
+  if (many <= kFewRows && p.rows == 0) p.rows = static_cast<int>(many);
+  if (many > kFewRows) p.rows = kFewRows + 1;  // not taken
   return p;
 }
 
@@ -110,12 +105,12 @@ Tensor as_matrix(const Operand& operand, const Tensor& tensor) {
   return Tensor(handle);
 }
 
-// residual += x @ weight^T + bias, the sum in cuBLAS's epilogue.
+// residual += x @ weight^T + bias; the sum in cuBLAS's epilogue where that takes the tensors as they are.
 void add_product(const Operand& residual, const Tensor& residual_tensor, const Operand& x, const Tensor& x_tensor,
                  const Tensor& weight, const std::optional<Tensor>& bias) {
   if (residual.numel() == 0) return;
   const Tensor out = as_matrix(residual, residual_tensor);
-  if (bias) {
+  if (bias || !residual.is_contiguous() || !residual.aligned(16) || !x.aligned(16) || out.size(0) <= kFewRows) {
     const Tensor product = call("aten::linear", "", as_matrix(x, x_tensor), weight, bias);
     AtenTensorHandle sum = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(out.get(), product.get(), 1.0, &sum));
