@@ -49,7 +49,8 @@ class Case:
 
     @property
     def text(self) -> str:
-        return f"{self.requests} x ({self.prompt_tokens} in, {self.max_tokens} out)"
+        """As `parse` takes it."""
+        return f"{self.requests}:{self.prompt_tokens}:{self.max_tokens}"
 
     @property
     def longest(self) -> int:
@@ -165,7 +166,7 @@ def run(setup: CaseSetup, progress: Progress = lambda *_: None, start: Start = C
     def launch(engine: str) -> ContenderProcess:
         progress(f"loading {engine}", done, total)
         process = start(engine, setup.model, setup.dtype, setup.device, setup.threads, setup.room)
-        facts[f"{engine} {setup.dtype}"] = process.facts
+        facts[f"{engine} {setup.dtype}"] = {"version": process.versions[engine], **process.facts}
         return process
 
     rows: list[CaseRow] = []

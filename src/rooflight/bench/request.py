@@ -156,7 +156,7 @@ class _Race:
         longest = setup.longest if setup.device == "cuda" else None
         room = Room(max_model_len=longest, max_num_batched_tokens=setup.max_num_batched_tokens)
         process = self._start(engine, setup.model, dtype, setup.device, setup.threads, room)
-        self.facts[f"{engine} {dtype}"] = process.facts
+        self.facts[f"{engine} {dtype}"] = {"version": process.versions[engine], **process.facts}
         return process
 
     def _prompt(self, contest: Contest, dtype: str, length: int) -> list[RequestRow]:

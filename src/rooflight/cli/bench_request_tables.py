@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,17 +13,18 @@ from rooflight.bench.cases import Case, CaseReport, CaseRow
 from rooflight.bench.measurement import Spread
 from rooflight.bench.request import RequestReport
 from rooflight.bench.request_rows import RequestRow
+from rooflight.cli.bench_tables import wide_console
 
 
 def show_requests(report: RequestReport) -> None:
     """A table for each dtype; with the spread it fits 100 characters."""
-    console, setup = Console(highlight=False), report.setup
+    console, setup = wide_console(), report.setup
     for line in (
         f"one request, {setup.max_tokens} tokens out, greedy: medians of {setup.rounds} rounds (±: the farthest)",
         f"memory read at {report.read_bandwidth / 1e12:.2f} TB/s ({report.origin})",
         f"host: {report.environment.get('cpu', 'unknown')}",
-        "busy: the GPU's own time, from a profiled request. limit: weights and keys and values, read once a token.",
-        "over ours: first token / per token / whole request",
+        "busy: the GPU's own time for it, from a profiled request; over ours: first token / per token",
+        "limit: a token's weights, keys and values, read once; request and decode: tokens/s",
     ):
         console.print(line, markup=False, soft_wrap=True)
     for dtype in setup.dtypes:
@@ -36,10 +38,10 @@ def show_requests(report: RequestReport) -> None:
 
 def show_cases(report: CaseReport) -> None:
     """All cases in one table that fits 80 characters."""
-    console, setup = Console(highlight=False), report.setup
+    console, setup = wide_console(), report.setup
     prompts = f"products at {report.flops / 1e12:.0f} TFLOP/s" if report.flops else "prompts not counted"
     for line in (
-        f"all requests at once, {setup.dtype}: medians of {setup.rounds} rounds (±: the farthest)",
+        f"N requests at once, IN tokens in, OUT out; {setup.dtype}, medians of {setup.rounds} rounds",
         f"limit: memory read at {report.read_bandwidth / 1e9:,.1f} GB/s, {prompts} ({report.origin})",
         f"host: {report.environment.get('cpu', 'unknown')}",
     ):
@@ -48,26 +50,27 @@ def show_cases(report: CaseReport) -> None:
     show_engines(console, report.engines)
 
 
-def show_engines(console: Console, engines: Mapping[str, Mapping[str, object]]) -> None:
-    """A line for each engine on its context and pool."""
+def show_engines(console: Console, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    """A line for each engine on its context, pool and graphs, as far as it tells."""
     for name, facts in engines.items():
         told = {
-            "context": facts.get("max_model_len"),
-            "pages": facts.get("num_pages"),
-            "of": facts.get("page_size"),
-            "most requests": facts.get("max_num_seqs"),
-            "tokens a step": facts.get("max_num_batched_tokens"),
+            "context {}": facts.get("max_model_len"),
+            "{} pages": facts.get("num_pages"),
+            "of {} tokens": facts.get("page_size"),
+            "at most {} requests": facts.get("max_num_seqs"),
+            "{} tokens a step": facts.get("max_num_batched_tokens"),
         }
-        words = [f"{what} {value}" for what, value in told.items() if value is not None]
+        name = f"{name} ({facts['version']})" if "version" in facts else name
+        words = [words.format(value) for words, value in told.items() if value is not None]
         buckets = facts.get("graph_buckets")
-        if isinstance(buckets, list) and buckets:
+        if buckets:
             words.append(f"graphs for {len(buckets)} sizes up to {max(buckets)}")
         console.print(f"{name}: {', '.join(words) or 'tells nothing of its set-up'}", markup=False, soft_wrap=True)
 
 
 def _request_table(dtype: str, rows: Iterable[RequestRow]) -> Table:
-    table = Table(title=f"{dtype}, ms and tokens/s", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("prompt", justify="right")
+    table = Table(title=f"{dtype}, ms", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("prompt", justify="right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
     for head in ("first", "busy", "token", "busy", "limit", "of it", "request", "decode", "over ours"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -75,13 +78,13 @@ def _request_table(dtype: str, rows: Iterable[RequestRow]) -> Table:
     for row in rows:
         if before is not None and row.prompt_tokens != before:
             table.add_section()
-        over = (row.first_token_ratio, row.per_token_ratio, row.request_ratio)
+        over = (row.first_token_ratio, row.per_token_ratio)
         table.add_row(
             str(row.prompt_tokens) if row.prompt_tokens != before else "",
-            f"{row.engine} {row.version}"[:18],
+            row.engine,
             _far(row.first_token_ms, 1),
             "-" if row.busy_first_token_ms is None else f"{row.busy_first_token_ms:.1f}",
-            _far(row.per_token_ms, 3),
+            _far(row.per_token_ms, 3 if row.per_token_ms.median < 10 else 2),
             "-" if row.busy_per_token_ms is None else f"{row.busy_per_token_ms:.3f}",
             f"{row.limit_ms:.3f}",
             f"{row.of_limit:.0%}",
@@ -95,9 +98,9 @@ def _request_table(dtype: str, rows: Iterable[RequestRow]) -> Table:
 
 def _case_table(rows: Iterable[CaseRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for head in ("requests", "engine"):
+    for head in ("N:IN:OUT", "engine"):
         table.add_column(head, no_wrap=True)
-    for head in ("tokens/s", "limit", "of it", "seconds", "ours over it"):
+    for head in ("tokens/s", "limit", "of it", "seconds", "over ours"):
         table.add_column(head, justify="right", no_wrap=True)
     before = None
     for row in rows:
@@ -106,7 +109,7 @@ def _case_table(rows: Iterable[CaseRow]) -> Table:
             table.add_section()
         table.add_row(
             case.text if case != before else "",
-            f"{row.engine} {row.version}"[:18],
+            row.engine,
             _far(row.tokens_per_s, 0),
             f"{row.limit_tokens_per_s:,.0f}",
             f"{row.of_limit:.0%}",
