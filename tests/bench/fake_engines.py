@@ -23,6 +23,7 @@ class FakeEngines:
         self.unprofiled: Mapping[str, str] = parts.get("unprofiled", {})
         self.started: list[tuple[str, str | None, str, str, int, Room]] = []
         self.log: list[tuple[str, str, int]] = []
+        self.profiled: list[int] = []
         self.open: list[str] = []
 
     def __call__(self, engine: str, model: str | None, dtype: str, device: str, threads: int, room: Room) -> FakeEngine:
@@ -52,7 +53,8 @@ class FakeEngine:
         self._ask("serve", sum(map(len, prompts)))
         return self.all.speed.get(self.engine, 1.0) * (TOKEN * max_tokens) * (1 + 0.01 * (self.asked % 3))
 
-    def busy(self, prompt: Sequence[int]) -> Busy | str:
+    def busy(self, prompt: Sequence[int], tokens: int) -> Busy | str:
+        self.all.profiled.append(tokens)
         self._ask("busy", len(prompt))
         return self.all.unprofiled.get(self.engine) or Busy(FIRST / 2, TOKEN / 4)
 

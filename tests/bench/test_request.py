@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rooflight.bench import results
-from rooflight.bench.measurement import RequestTiming, Spread
+from rooflight.bench.measurement import RequestTiming, Room, Spread
 from rooflight.bench.ours import RooflightContender
 from rooflight.bench.process import ContenderProcess, missing
 from rooflight.bench.request import RequestSetup, random_prompt, run
@@ -103,6 +103,15 @@ def test_a_contender_that_has_died_is_an_error_with_its_name(folder: Path) -> No
         process._process.wait()
         with pytest.raises(ChildProcessError, match=r"^rooflight ended with code -9: "):
             process.run([1, 2], 2)
+
+
+def test_a_process_has_the_room_asked_for_and_says_why_it_has_no_gpu_times() -> None:
+    with ContenderProcess("rooflight", "random:tiny", "fp32", "cpu", 1, Room(max_model_len=48, num_pages=5)) as process:
+        assert (process.facts["max_model_len"], process.facts["num_pages"]) == (48, 5)
+        assert process.facts["load_seconds"] > 0
+        assert process.busy([1, 2], 4) == "there is no GPU in this run"
+        assert len(process.run([1, 2], 3).tokens) == 3
+        assert process.serve([[1, 2], [3]], 3) > 0
 
 
 def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:

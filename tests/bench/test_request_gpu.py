@@ -73,6 +73,13 @@ def test_gpu_busy_times_or_why_there_are_none() -> None:
     assert vllm.busy_absent == "the profiler saw no work"
 
 
+def test_few_tokens_are_profiled_and_no_more_than_were_asked_for() -> None:
+    for max_tokens, profiled in ((128, 16), (9, 8)):
+        start = FakeEngines()
+        measured(start, max_tokens=max_tokens)
+        assert set(start.profiled) == {profiled}
+
+
 def test_a_peer_that_cannot_be_loaded_is_named_and_left_out() -> None:
     report = measured(FakeEngines(unloadable={"vllm": "no memory"}), dtypes=("bf16", "fp16"))
     assert report.absent == {

@@ -13,11 +13,11 @@ from rooflight.bench.measurement import Busy
 from rooflight.limits.profile.intervals import Union
 from rooflight.limits.profile.reader import GPU_KINDS, read_events
 
-PROFILED_TOKENS = 16
 MICROSECONDS = 1e-6
+NOTHING = "the profiler saw no work of a GPU in the engine's process"
 
 
-def measure_busy(run: Callable[[int], object], tokens: int = PROFILED_TOKENS) -> Busy:
+def measure_busy(run: Callable[[int], object], tokens: int) -> Busy:
     """run(n): one request with n tokens out. It is profiled with one token and with `tokens` more.
 
     What the second has beyond the first is the decode part, wherever an engine draws the line itself. The profiler
@@ -43,8 +43,11 @@ def _busy_seconds(work: Callable[[], object]) -> float:
 
 def busy_seconds(trace: Path) -> float:
     """Seconds of a trace in which a GPU has something to do: the union of its kernels, copies and fills."""
-    events = read_events(trace)
+    try:
+        events = read_events(trace)
+    except ValueError as error:  # it would name a file that is gone when somebody reads this
+        raise ValueError(NOTHING) from error
     spans = sorted((events.start[event], events.end(event)) for event in events.of(*GPU_KINDS))
     if not spans:
-        raise ValueError("the profiler saw no work of a GPU in the engine's process")
+        raise ValueError(NOTHING)
     return Union(spans).length * MICROSECONDS

@@ -119,7 +119,10 @@ class ContenderProcess(WorkerProcess):
         reply = self.ask({"do": "serve", "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
         return float(reply["seconds"])
 
-    def busy(self, prompt: Sequence[int]) -> Busy | str:
-        """GPU-busy time of a request, or why there is none. The last that may be asked of a process."""
-        reply = self.ask({"do": "busy", "prompt": list(prompt)})
+    def busy(self, prompt: Sequence[int], tokens: int) -> Busy | str:
+        """GPU-busy time of a request with so many tokens after the first, or why there is none.
+
+        Nothing may be timed in this process afterwards.
+        """
+        reply = self.ask({"do": "busy", "prompt": list(prompt), "tokens": tokens})
         return reply["absent"] if "absent" in reply else Busy(**reply)

@@ -24,6 +24,7 @@ from rooflight.bench.roof import MILLISECONDS, Roof, roof_of
 from rooflight.models.config import ModelConfig
 from rooflight.models.load import DTYPES, load_config
 
+PROFILED_TOKENS = 16  # after the first; a trace of more would say the same and take longer to read
 Progress = Callable[[str, int, int], None]
 
 
@@ -179,11 +180,12 @@ class _Race:
     def _busy(self, contest: Contest, dtype: str, rows: Sequence[RequestRow]) -> list[RequestRow]:
         """The rows with the GPU-busy times of those that still run."""
         found = []
+        tokens = min(PROFILED_TOKENS, self._setup.max_tokens - 1)
         for row in rows:
             process = next((each for each in contest.running if each.engine == row.engine), None)
             self._progress(f"{dtype}, {row.prompt_tokens} tokens, profiling {row.engine}", self.done, self.total)
             prompt = random_prompt(self._config.vocab_size, row.prompt_tokens, self._setup.seed)
-            busy = None if process is None else contest.ask(process, lambda process: process.busy(prompt))  # noqa: B023
+            busy = None if process is None else contest.ask(process, lambda process: process.busy(prompt, tokens))  # noqa: B023
             found.append(with_busy(row, busy or "the engine ended before it was profiled"))
         return found
 

@@ -3,7 +3,7 @@
 ROOM is a `Room` as JSON. Messages, each answered by a line (see `channel`):
 {"prompt": [ids], "max_tokens": n}                        times of one request
 {"do": "serve", "prompts": [[ids]], "max_tokens": n}      seconds of all of them together
-{"do": "busy", "prompt": [ids]}                           GPU-busy seconds of a request, or why there are none
+{"do": "busy", "prompt": [ids], "tokens": n}              GPU-busy seconds of a request, or why there are none
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def reply(contender: Contender, message: Message, device: str) -> Message:
         case "serve":
             return {"seconds": contender.serve(message["prompts"], message["max_tokens"])}  # type: ignore[attr-defined]
         case "busy":
-            return busy(contender, message["prompt"], device)
+            return busy(contender, message["prompt"], message["tokens"], device)
         case _:
             timing = contender.run(message["prompt"], message["max_tokens"])
             return {"first_token": timing.first_token, "total": timing.total, "tokens": timing.tokens}
 
 
-def busy(contender: Contender, prompt: list[int], device: str) -> Message:
+def busy(contender: Contender, prompt: list[int], tokens: int, device: str) -> Message:
     if device == "cpu":
         return {"absent": "there is no GPU in this run"}
     from rooflight.bench.busy import measure_busy
 
     try:
-        return asdict(measure_busy(lambda tokens: contender.complete(prompt, tokens)))
+        return asdict(measure_busy(lambda count: contender.complete(prompt, count), tokens))
     except Exception as error:  # the request was timed already; that a profiler fails must not lose it
         return {"absent": (str(error).splitlines() or [type(error).__name__])[0]}
 

@@ -100,7 +100,7 @@ def _case_table(rows: Iterable[CaseRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for head in ("N:IN:OUT", "engine"):
         table.add_column(head, no_wrap=True)
-    for head in ("tokens/s", "limit", "of it", "seconds", "over ours"):
+    for head in ("tokens/s", "limit", "of it", "seconds", "ours over its"):
         table.add_column(head, justify="right", no_wrap=True)
     before = None
     for row in rows:

@@ -64,7 +64,8 @@ class VllmContender:
             "prefix_cache": ("cache_config", "enable_prefix_caching"),
         }
         facts = {name: _plain(getattr(getattr(config, part, None), key, None)) for name, (part, key) in names.items()}
-        return facts | {"engine": "in the same process", "gpu_memory_utilization": SHARE}
+        how = {"engine": "in the same process", "first_token": "of a request for one token"}
+        return facts | how | {"gpu_memory_utilization": SHARE}
 
     def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
         """The time to the first token is that of a request for one token: `generate` tells no more."""
