@@ -66,8 +66,8 @@ def request_tables() -> str:
         text.append(f"**{dtype}, {data['setup']['max_tokens']} tokens out**\n\n" + markdown(header, rows, right=2))
     note = (
         "GPU busy: the time in which the GPU worked on it, from a request under the profiler. Limit: a token's "
-        "weights, and the keys and values of the mean context, read once. Over ours: a peer's time over ours, first token / "
-        "per token. "
+        "weights, and the keys and values of the mean context, read once. Over ours: a peer's time over ours, first "
+        "token / per token. "
     )
     return "\n".join([*text, note + origin(data) + "\n", set_up(data)])
 

@@ -32,7 +32,9 @@ def test_spread_is_median_and_extremes_in_the_unit_asked_for() -> None:
 
 
 def test_time_per_token_leaves_the_first_token_out() -> None:
-    assert RequestTiming(first_token=1.0, total=2.5, tokens=(1, 2, 3, 4)).per_token == pytest.approx(0.5)
+    timing = RequestTiming(first_token=1.0, total=2.5, tokens=(1, 2, 3, 4))
+    assert timing.per_token == pytest.approx(0.5)
+    assert timing.request_rate == pytest.approx(1.6)
 
 
 def test_prompts_are_the_same_for_the_same_seed() -> None:
@@ -135,7 +137,9 @@ def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:
         assert ours.tokens_per_second == pytest.approx(1e3 / ours.per_token_ms.median)
         assert ours.of_limit == pytest.approx(limit / ours.per_token_ms.median)
         assert ours.decode_tokens_per_s.low == pytest.approx(1e3 / ours.per_token_ms.high)
-        assert 0 < ours.request_tokens_per_s.median < ours.decode_tokens_per_s.median
+        least = ours.first_token_ms.low + 5 * ours.per_token_ms.low
+        most = ours.first_token_ms.high + 5 * ours.per_token_ms.high
+        assert 5.99e3 / most < ours.request_tokens_per_s.low <= ours.request_tokens_per_s.high < 6.01e3 / least
         assert ours.request_ratio is None
         assert peer.request_ratio == ours.request_tokens_per_s.median / peer.request_tokens_per_s.median
         assert (ours.busy_per_token_ms, ours.busy_absent) == (None, "there is no GPU in this run")

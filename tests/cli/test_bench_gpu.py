@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooflight.bench import cases, request
+from rooflight.bench import cases, request, throughput
 from rooflight.bench.roof import Roof
 from rooflight.cli import bench, bench_throughput
 from rooflight.limits.card import Bandwidth
@@ -109,8 +109,8 @@ def test_cases_that_are_asked_for(engines: FakeEngines, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--rate", "3"], "rate cannot be combined with a GPU, which runs cases (--case N:IN:OUT)"),
-        (["--requests", "3"], "requests cannot be combined with a GPU, which runs cases"),
+        (["--device", "cuda", "--rate", "3"], "rate cannot be combined with a GPU, which runs cases (--case N:IN:OUT)"),
+        (["--device", "cuda", "--requests", "3"], "requests cannot be combined with a GPU, which runs cases"),
         (["--case", "1:8:8", "--max-tokens", "8"], "max_tokens cannot be combined with cases"),
         (["--peer", "transformers"], "peer must be one of vllm, each once, was transformers"),
         (["--case", "1:40900:128"], "the longest prompt and max_tokens must fit the context of 40960 tokens"),
@@ -118,6 +118,16 @@ def test_cases_that_are_asked_for(engines: FakeEngines, tmp_path: Path) -> None:
 )
 def test_bad_values_are_one_line(engines: FakeEngines, arguments: list[str], line: str) -> None:
     assert refused("bench", "throughput", *QWEN, *arguments).startswith(line)
+    assert engines.started == []
+
+
+def test_random_lengths_run_on_the_cpu(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(throughput, "cpu_read_bandwidth", lambda threads: 1e10)
+    monkeypatch.setattr(throughput, "describe", lambda threads: ENVIRONMENT)
+    lengths = ["--requests", "2", "--prompt-tokens", "4", "--max-tokens", "3", "--rounds", "1", "--threads", "1"]
+    assert invoke("bench", "throughput", "--model", "random:tiny", *lengths, "--out", tmp_path).exit_code == 0
+    data = json.loads((tmp_path / "throughput.json").read_text())
+    assert (data["environment"]["device"], data["setup"]["dtype"]) == ("cpu", "fp32")
     assert engines.started == []
 
 

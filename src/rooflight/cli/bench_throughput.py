@@ -36,7 +36,9 @@ def throughput(
             metavar="NAME", help="Folder, .gguf file, hub name or random:<preset>.", show_default="the embedded one"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto (a GPU for cases, if there is one), cpu or cuda.")
+    ] = "auto",
     case: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,13 +92,12 @@ def throughput(
 ) -> None:
     """Tokens a second of many requests: cases of one length, or random lengths, all at once or as they arrive.
 
-    A GPU runs cases. A CPU runs them where they are given, and random lengths otherwise.
+    A GPU runs cases, its own where none are given. Random lengths and arrivals run on the CPU.
 
     Example: rooflight bench throughput --requests 16 --one-by-one --dtype bf16
     """
     threads = threads or os.cpu_count() or 1
     loading.check_threads(threads)
-    place = roof.chosen_device(device)
     given: dict[str, Any] = {
         "requests": requests,
         "prompt_tokens": prompt_tokens,
@@ -105,6 +106,7 @@ def throughput(
         "one_by_one": one_by_one or None,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    place = "cpu" if device == "auto" and given and not case else roof.chosen_device(device)
     sizes = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
