@@ -66,7 +66,7 @@ format: $(VENV)/.dev
 	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(BIN)/clang-format -i
 
 bench: model $(VENV)/.test
-	$(BIN)/rooflight bench request --peer transformers --dtype fp32 --dtype bf16
+	$(BIN)/rooflight bench request --device cpu --peer transformers --dtype fp32 --dtype bf16
 
 # CUDA C++ for the GPU, built here without one. Without nvcc it says so and succeeds: Triton serves then.
 kernels: $(VENV)/.rooflight

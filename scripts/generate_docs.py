@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import decode_tables
 import norm_tables
 import roofline_tables
 from norm_tables import markdown
@@ -24,7 +25,7 @@ from rooflight.kernels.providers import CUDA, TRITON
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/engine.md", "docs/norms.md", "docs/roofline.md")
+FILES = ("README.md", "docs/decode.md", "docs/engine.md", "docs/norms.md", "docs/roofline.md")
 PROVIDERS = {"ref": (), "triton": TRITON, "cuda": CUDA}
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -111,6 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": model_table,
     **norm_tables.TABLES,
     **roofline_tables.TABLES,
+    **decode_tables.TABLES,
 }
 
 
@@ -122,6 +124,8 @@ def main() -> int:
     stale = []
     for name in FILES:
         path = ROOT / name
+        if not path.exists():  # a page that is still to be written
+            continue
         before = path.read_text()
         after = render(before)
         if after != before:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from rooflight.bench import results
-from rooflight.bench.measurement import RequestTiming, Spread
+from rooflight.bench.measurement import RequestTiming, Room, Spread
 from rooflight.bench.ours import RooflightContender
 from rooflight.bench.process import ContenderProcess, missing
-from rooflight.bench.request import RequestSetup, _leading_equal, _prompt, run
+from rooflight.bench.request import RequestSetup, random_prompt, run
+from rooflight.bench.request_rows import leading_equal
 from rooflight.models.load import load_config
 from tests.models.tiny import reference_model, save
 
@@ -31,16 +32,18 @@ def test_spread_is_median_and_extremes_in_the_unit_asked_for() -> None:
 
 
 def test_time_per_token_leaves_the_first_token_out() -> None:
-    assert RequestTiming(first_token=1.0, total=2.5, tokens=(1, 2, 3, 4)).per_token == pytest.approx(0.5)
+    timing = RequestTiming(first_token=1.0, total=2.5, tokens=(1, 2, 3, 4))
+    assert timing.per_token == pytest.approx(0.5)
+    assert timing.request_rate == pytest.approx(1.6)
 
 
 def test_prompts_are_the_same_for_the_same_seed() -> None:
-    assert _prompt(1000, 5, 0) == _prompt(1000, 5, 0) != _prompt(1000, 5, 1)
-    assert all(0 <= token < 7 for token in _prompt(7, 100, 0))
+    assert random_prompt(1000, 5, 0) == random_prompt(1000, 5, 0) != random_prompt(1000, 5, 1)
+    assert all(0 <= token < 7 for token in random_prompt(7, 100, 0))
 
 
 def test_leading_equal_counts_up_to_the_first_difference() -> None:
-    assert [_leading_equal((1, 2, 3), other) for other in ((1, 2, 3), (1, 9, 3), (9, 2, 3))] == [3, 1, 0]
+    assert [leading_equal((1, 2, 3), other) for other in ((1, 2, 3), (1, 9, 3), (9, 2, 3))] == [3, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,13 @@ def test_leading_equal_counts_up_to_the_first_difference() -> None:
     [
         ({"rounds": 0}, "rounds must be 1 or more, was 0"),
         ({"threads": 0}, "threads must be 1 or more, was 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be 1 or more, was 0"),
         ({"max_tokens": 1}, "max_tokens must be 2 or more"),
         ({"prompts": ()}, "prompts must be lengths"),
         ({"prompts": (0,)}, "prompts must be lengths"),
         ({"dtypes": ("fp9",)}, "dtype must be one of fp32, bf16, fp16, was 'fp9'"),
-        ({"peers": ("vlm",)}, "peer must be one of transformers, each once, was vlm"),
-        ({"peers": ("rooflight",)}, "peer must be one of transformers, each once, was rooflight"),
+        ({"peers": ("vlm",)}, "peer must be one of transformers, vllm, each once, was vlm"),
+        ({"peers": ("rooflight",)}, "peer must be one of transformers, vllm, each once, was rooflight"),
         ({"peers": ("transformers",) * 2}, "each once, was transformers, transformers"),
     ],
 )
@@ -103,6 +107,15 @@ def test_a_contender_that_has_died_is_an_error_with_its_name(folder: Path) -> No
             process.run([1, 2], 2)
 
 
+def test_a_process_has_the_room_asked_for_and_says_why_it_has_no_gpu_times() -> None:
+    with ContenderProcess("rooflight", "random:tiny", "fp32", "cpu", 1, Room(max_model_len=48, num_pages=5)) as process:
+        assert (process.facts["max_model_len"], process.facts["num_pages"]) == (48, 5)
+        assert process.facts["load_seconds"] > 0
+        assert process.busy([1, 2], 4) == "there is no GPU in this run"
+        assert len(process.run([1, 2], 3).tokens) == 3
+        assert process.serve([[1, 2], [3]], 3) > 0
+
+
 def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:
     setup = RequestSetup(str(folder), ("transformers",), ("fp32",), prompts=(5, 20), max_tokens=6, rounds=2)
     steps: list[tuple[int, int]] = []
@@ -122,13 +135,25 @@ def test_one_run_beside_transformers(folder: Path, tmp_path: Path) -> None:
         assert ours.limit_ms == pytest.approx(limit)
         assert 0 < ours.per_token_ms.low <= ours.per_token_ms.median <= ours.per_token_ms.high
         assert ours.tokens_per_second == pytest.approx(1e3 / ours.per_token_ms.median)
+        assert ours.of_limit == pytest.approx(limit / ours.per_token_ms.median)
+        assert ours.decode_tokens_per_s.low == pytest.approx(1e3 / ours.per_token_ms.high)
+        least = ours.first_token_ms.low + 5 * ours.per_token_ms.low
+        most = ours.first_token_ms.high + 5 * ours.per_token_ms.high
+        assert 5.99e3 / most < ours.request_tokens_per_s.low <= ours.request_tokens_per_s.high < 6.01e3 / least
+        assert ours.request_ratio is None
+        assert peer.request_ratio == ours.request_tokens_per_s.median / peer.request_tokens_per_s.median
+        assert (ours.busy_per_token_ms, ours.busy_absent) == (None, "there is no GPU in this run")
     as_json, as_csv = results.write(tmp_path, "request", report.as_data())
     data = json.loads(as_json.read_text())
     with as_csv.open() as file:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["per_token_ms.median"]) == data["rows"][1]["per_token_ms"]["median"]
     assert rows[0]["per_token_ratio"] == ""
-    assert data["environment"]["threads"] == 1
+    assert (data["environment"]["threads"], data["environment"]["device"]) == (1, "cpu")
+    ours = data["engines"]["rooflight fp32"]
+    assert (ours["num_pages"] * ours["page_size"], ours["prefix_cache"]) == (ours["max_model_len"], False)
+    assert ours["graph_buckets"] == []
+    assert set(data["engines"]) == {"rooflight fp32", "transformers fp32"}
 
 
 def test_our_rounds_run_the_whole_prompt_every_time() -> None:

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 from rooflight.bench.measurement import Spread
-from rooflight.bench.request import RequestReport, RequestRow, RequestSetup
+from rooflight.bench.request import RequestReport, RequestSetup
+from rooflight.bench.request_rows import RequestRow
 from rooflight.cli import bench
 from tests.cli.running import invoke, refused
 
 
 def row(engine: str, per_token: float, ratio: float | None) -> RequestRow:
     first, token = Spread(20.0, 19.0, 24.0), Spread(per_token, per_token - 0.5, per_token + 1)
-    return RequestRow(engine, "1.2", "fp32", 4, 6, first, token, 2.0, ratio, ratio, None if ratio is None else 6)
+    same = None if ratio is None else 6
+    request, decode = Spread(180.0, 170.0, 190.0), Spread(1e3 / per_token, 1e3 / (per_token + 1), 1e3)
+    return RequestRow(engine, "1.2", "fp32", 4, 6, first, token, 2.0, ratio, ratio, same, request, decode, ratio)
 
 
 def measured(setup: RequestSetup, progress: Callable[[str, int, int], None]) -> RequestReport:
@@ -39,7 +42,7 @@ def test_bare_shows_the_help() -> None:
     assert "request" in bare.stdout
     shown = invoke("bench", "request", "-h")
     assert shown.exit_code == 0
-    for option in ("--peer", "--dtype", "--prompt-tokens", "--rounds", "--threads", "--out"):
+    for option in ("--peer", "--dtype", "--prompt-tokens", "--rounds", "--threads", "--out", "--device"):
         assert option in shown.stdout
 
 
@@ -52,14 +55,16 @@ def test_bare_shows_the_help() -> None:
         (["--dtype", "fp9"], "dtype must be one of fp32, bf16, fp16, was 'fp9'"),
         (["--threads", "-1"], "threads must be from 1 to 1024, was -1"),
         (["--threads", "99999"], "threads must be from 1 to 1024, was 99999"),
-        (["--peer", "vlm"], "peer must be one of transformers, each once, was vlm"),
+        (["--peer", "vlm"], "peer must be one of transformers, vllm, each once, was vlm"),
+        (["--device", "gpu"], "device must be one of auto, cpu, cuda, was 'gpu'"),
+        (["--max-num-batched-tokens", "0"], "max_num_batched_tokens must be 1 or more, was 0"),
         (["--rounds", "x"], "Invalid value for '--rounds': "),
         (["--model", "nowhere"], "'nowhere' is no folder"),
         (["--model", "random:tiny", "--max-tokens", "5000"], "the longest prompt and max_tokens must fit the context"),
     ],
 )
 def test_bad_values_are_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
-    assert refused("bench", "request", "--out", tmp_path, *arguments).startswith(line)
+    assert refused("bench", "request", "--device", "cpu", "--out", tmp_path, *arguments).startswith(line)
 
 
 def test_an_unknown_benchmark_is_one_line() -> None:
@@ -81,8 +86,8 @@ def test_a_results_folder_that_cannot_be_written_is_refused_before_the_run(
 def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run", measured)
     monkeypatch.setenv("COLUMNS", "160")
-    arguments = ["--model", "random:tiny", "--peer", "transformers", "--threads", "2", "--out", tmp_path / "new"]
-    result = invoke("bench", "request", *arguments)
+    arguments = ["--model", "random:tiny", "--peer", "transformers", "--threads", "2", "--device", "cpu"]
+    result = invoke("bench", "request", *arguments, "--out", tmp_path / "new")
     assert result.exit_code == 0
     assert "2 threads, memory read at 12.3 GB/s" in result.stdout
     cells = [line.strip("│┃").replace("┃", "│").split("│") for line in result.stdout.splitlines()]
@@ -101,6 +106,6 @@ def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run", without_a_peer)
-    result = invoke("bench", "request", "--peer", "transformers", "--out", tmp_path)
+    result = invoke("bench", "request", "--peer", "transformers", "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0
     assert "\ntransformers: not installed\n" in result.stdout

@@ -12,7 +12,7 @@ from rooflight.bench import throughput
 from rooflight.cli import bench_throughput
 from tests.cli.running import invoke, refused
 
-TINY = ["bench", "throughput", "--model", "random:tiny", "--threads", "1"]
+TINY = ["bench", "throughput", "--model", "random:tiny", "--threads", "1", "--device", "cpu"]
 SMALL = ["--requests", "4", "--prompt-tokens", "uniform:4-9", "--max-tokens", "fixed:3", "--rounds", "2"]
 
 
@@ -34,6 +34,15 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--max-tokens", "1"], "max_tokens must be 2 or more tokens, was '1'"),
         (["--threads", "-1"], "threads must be from 1 to 1024, was -1"),
+        (["--device", "gpu"], "device must be one of auto, cpu, cuda, was 'gpu'"),
+        (["--case", "8:128"], "case must be N:IN:OUT such as 8:128:128, OUT 2 or more, was '8:128'"),
+        (["--case", "0:8:8"], "case must be N:IN:OUT such as 8:128:128, OUT 2 or more, was '0:8:8'"),
+        (["--case", "1:8:1"], "case must be N:IN:OUT such as 8:128:128, OUT 2 or more, was '1:8:1'"),
+        (["--case", "1:8:8", "--rate", "3"], "rate cannot be combined with cases"),
+        (["--case", "1:8:8", "--one-by-one"], "one_by_one cannot be combined with cases"),
+        (["--case", "1:8:8", "--peer", "transformers"], "peer must be one of vllm, each once, was transformers"),
+        (["--case", "1:4000:97"], "the longest prompt and max_tokens must fit the context of 4096 tokens, were 4000"),
+        (["--peer", "vllm"], "peer needs cases to run beside ours: --case N:IN:OUT"),
         (["--rounds", "x"], "Invalid value for '--rounds': "),
         (["--model", "nowhere"], "'nowhere' is no folder"),
         (["--max-tokens", "5000"], "prompt_tokens and max_tokens must fit the context of 4096 tokens together"),
@@ -84,7 +93,7 @@ def test_a_run_of_arrivals(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("4 requests, 200 a second: ")
     assert "one by one" not in result.stdout
-    data = json.loads((tmp_path / "throughput.json").read_text())
+    data = json.loads((tmp_path / "throughput-bf16.json").read_text())
     assert (data["setup"]["rate"], data["setup"]["seed"], data["setup"]["dtype"]) == (200.0, 7, "bf16")
     assert [row["mode"] for row in data["rows"]] == ["together"]
 

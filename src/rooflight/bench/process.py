@@ -11,18 +11,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rooflight.bench.measurement import RequestTiming
+from rooflight.bench.measurement import ANY_ROOM, Busy, Facts, RequestTiming, Room
 
-PEERS = ("transformers",)
+PEERS = ("transformers", "vllm")
+NEED_A_GPU = ("vllm",)
 Worker = TypeVar("Worker", bound="WorkerProcess")
 
 
-def missing(peer: str) -> str | None:
+def missing(peer: str, device: str = "cuda") -> str | None:
     """Why a peer cannot run here, or None."""
-    return None if importlib.util.find_spec(peer) else "not installed"
+    if not importlib.util.find_spec(peer):
+        return "not installed"
+    return "runs on a GPU only" if peer in NEED_A_GPU and device == "cpu" else None
 
 
 class WorkerProcess:
@@ -93,16 +97,32 @@ class WorkerProcess:
 class ContenderProcess(WorkerProcess):
     """Starts an engine and waits until its model is loaded; ChildProcessError with its words if it cannot."""
 
-    def __init__(self, engine: str, model: str | None, dtype: str, device: str, threads: int) -> None:
+    def __init__(
+        self, engine: str, model: str | None, dtype: str, device: str, threads: int, room: Room = ANY_ROOM
+    ) -> None:
         self.engine = engine
-        super().__init__(engine, "rooflight.bench.worker", [engine, model or "", dtype, device, str(threads)])
+        arguments = [engine, model or "", dtype, device, str(threads), json.dumps(asdict(room))]
+        super().__init__(engine, "rooflight.bench.worker", arguments)
         ready = self.receive()
         if "error" in ready:
             self.close()
             raise ChildProcessError(f"{engine} could not load the model: {ready['error']}")
         self.versions: dict[str, str] = ready["ready"]
-        self.load_seconds: float = ready["seconds"]
+        self.facts: Facts = ready["facts"] | {"load_seconds": ready["seconds"]}
 
     def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
         reply = self.ask({"prompt": list(prompt), "max_tokens": max_tokens})
         return RequestTiming(reply["first_token"], reply["total"], tuple(reply["tokens"]))
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+        """Seconds of all of them together."""
+        reply = self.ask({"do": "serve", "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
+        return float(reply["seconds"])
+
+    def busy(self, prompt: Sequence[int], tokens: int) -> Busy | str:
+        """GPU-busy time of a request with so many tokens after the first, or why there is none.
+
+        Nothing may be timed in this process afterwards.
+        """
+        reply = self.ask({"do": "busy", "prompt": list(prompt), "tokens": tokens})
+        return reply["absent"] if "absent" in reply else Busy(**reply)

@@ -18,7 +18,7 @@ import torch
 
 from rooflight.bench.ceiling import cpu_read_bandwidth
 from rooflight.bench.environment import describe
-from rooflight.bench.measurement import Spread
+from rooflight.bench.measurement import PAGE_SIZE, Spread
 from rooflight.bench.workload import Ask, Lengths, make
 from rooflight.models.config import ModelConfig
 from rooflight.models.load import DTYPES, load_config
@@ -32,7 +32,6 @@ Progress = Callable[[str, int, int], None]
 TOGETHER, ONE_BY_ONE = "together", "one by one"
 MOST_OPEN = {TOGETHER: None, ONE_BY_ONE: 1}
 MILLISECONDS = 1e3
-PAGE_SIZE = 16
 MAX_SEED = 2**63 - 1
 
 

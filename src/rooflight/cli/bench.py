@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rooflight.bench import results
+from rooflight.bench import results, roof
 from rooflight.bench.request import RequestReport, RequestSetup, run
 from rooflight.cli import bench_ops, bench_throughput, loading
 from rooflight.cli.bar import bar
+from rooflight.cli.bench_request_tables import show_requests
+from rooflight.cli.bench_tables import show_idle
+from rooflight.cli.bench_throughput import results_folder
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is measured where nothing else is asked for."""
+
+    dtype: str
+    prompts: tuple[int, ...]
+    max_tokens: int
+
+
+USUAL = {"cpu": Usual("fp32", (32, 128, 512), 64), "cuda": Usual("bf16", (32, 128, 1024, 4096, 8192), 128)}
 
 app = typer.Typer()
 app.command()(bench_ops.ops)
@@ -33,15 +49,32 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def request(
     model: Annotated[
-        str | None, typer.Option(help="Folder, .gguf file or hub name; default: the embedded one.")
+        str | None, typer.Option(help="Folder, .gguf file, hub name or random:<preset>; default: the embedded one.")
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="An engine to run beside ours: transformers.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16 or fp16; repeat for several.")] = None,
-    prompt_tokens: Annotated[list[int] | None, typer.Option(help="Prompt lengths; repeat for several.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="An engine to run beside ours: transformers or vllm; repeatable.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="fp32, bf16 or fp16; repeat for several.", show_default="fp32, on a GPU bf16"),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Prompt lengths; repeat for several.", show_default="32 128 512, on a GPU 32 128 1024 4096 8192"
+        ),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate.", show_default="64, on a GPU 128")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are compared.")] = 7,
     threads: Annotated[int, typer.Option(help="CPU threads of every engine; 0 means all cores.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for JSON and CSV.")] = Path("build/bench"),
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a step of ours.", show_default="the engine's")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for JSON and CSV.", show_default="build/bench, on a GPU build/bench/<gpu>"),
+    ] = None,
 ) -> None:
     """Time to first token and per token of single requests, ours and peers interleaved.
 
@@ -49,22 +82,33 @@ def request(
     """
     threads = threads or os.cpu_count() or 1
     loading.check_threads(threads)
+    place = roof.chosen_device(device)
+    usual = USUAL[place]
     setup = RequestSetup(
         model=model,
         peers=tuple(peer or ()),
-        dtypes=tuple(dtype or ("fp32",)),
-        prompts=tuple(prompt_tokens or (32, 128, 512)),
-        max_tokens=max_tokens,
+        dtypes=tuple(dtype or (usual.dtype,)),
+        prompts=tuple(prompt_tokens or usual.prompts),
+        max_tokens=usual.max_tokens if max_tokens is None else max_tokens,
         rounds=rounds,
         threads=threads,
+        device=place,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
-    results.prepare(out)  # a folder that cannot be written should not cost the measurement
+    folder = results_folder(out, place)
+    results.prepare(folder)  # a folder that cannot be written should not cost the measurement
     with bar() as progress:
         report = run(setup, progress)
-    Console().print(_table(report))
+    if place == "cuda":
+        show_requests(report)
+        show_idle(report.environment)
+    else:
+        Console().print(_table(report))
     for name, reason in report.absent.items():
         typer.echo(f"{name}: {reason}")
-    for path in results.write(out, "request", report.as_data()):
+    device_name = report.environment.get("device", place)
+    name = results.file_name(folder, "request", setup.dtypes, usual.dtype, device_name)
+    for path in results.write(folder, name, report.as_data()):
         typer.echo(f"wrote {path}")
 
 

@@ -20,7 +20,7 @@ WIDE = 150  # columns where no terminal says how many it has
 
 def show_ops(report: OpsReport) -> None:
     """A table for each operator and dtype, what it says, and who was not there."""
-    console = _console()
+    console = wide_console()
     for (operator, dtype), rows in by_table(report.rows).items():
         console.print(_ops_table(f"{operator} {dtype}", rows, report.card))
         for line in (*summary.lines(rows), *summary.failures(rows)):
@@ -32,7 +32,7 @@ def show_ops(report: OpsReport) -> None:
 
 def show_card(card: Card) -> None:
     """Every ceiling with what it was measured with."""
-    console = _console()
+    console = wide_console()
     table = Table(title=f"{card.name}, L2 {card.l2_bytes / 2**20:.0f} MiB", box=box.SIMPLE_HEAD)
     table.add_column("ceiling")
     table.add_column("measured", justify="right")
@@ -60,10 +60,11 @@ def show_idle(environment: Mapping[str, object]) -> None:
     line = f"before the run the card was {words[idle if isinstance(idle, bool) else None]}"
     if idle is False:
         line += f": {environment.get('other_processes')} processes, {environment.get('utilization_percent')} % busy"
-    _console().print(line, soft_wrap=True, markup=False)
+    wide_console().print(line, soft_wrap=True, markup=False)
 
 
-def _console() -> Console:
+def wide_console() -> Console:
+    """One that cuts no table short where the output is a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 

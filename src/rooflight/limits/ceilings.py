@@ -49,19 +49,24 @@ class Ceilings:
     sources: tuple[str, ...] = ()
 
     def read_rate(self, size: float) -> float:
-        """Bytes per second of a stream of `size` bytes: between measured sizes by the logarithm, no better beyond."""
-        points = sorted(self.read, key=lambda point: point.bytes)
-        if size <= points[0].bytes:
-            return points[0].rate
-        for low, high in pairwise(points):
-            if size <= high.bytes:
-                share = math.log(size / low.bytes) / math.log(high.bytes / low.bytes)
-                return low.rate + share * (high.rate - low.rate)
-        return points[-1].rate
+        """Bytes per second of a stream of `size` bytes; see `stream_rate`."""
+        return stream_rate(self.read, size)
 
     def unit(self, unit: str, dtype: str) -> str:
         """The format whose rate counts for a cost's unit on values of `dtype` (fp32, bf16, …)."""
         return "fp32" if unit != "tensor" or dtype not in self.flops else dtype
+
+
+def stream_rate(measured: Sequence[Bandwidth], size: float) -> float:
+    """Bytes per second of a stream of `size` bytes: between measured sizes by the logarithm, no better beyond."""
+    points = sorted(measured, key=lambda point: point.bytes)
+    if size <= points[0].bytes:
+        return points[0].rate
+    for low, high in pairwise(points):
+        if size <= high.bytes:
+            share = math.log(size / low.bytes) / math.log(high.bytes / low.bytes)
+            return low.rate + share * (high.rate - low.rate)
+    return points[-1].rate
 
 
 def known() -> list[str]:

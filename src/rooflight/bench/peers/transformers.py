@@ -16,8 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from rooflight.bench.measurement import RequestTiming
-from rooflight.models.load import DTYPES
+from rooflight.bench.measurement import Facts, RequestTiming
+from rooflight.bench.peers.hf_config import hf_config
+from rooflight.models.load import DTYPES, load_config
 from rooflight.models.sources import Kind, resolve
 
 
@@ -25,10 +26,16 @@ class TransformersContender:
     def __init__(self, model: str | None, dtype: str, device: str) -> None:
         transformers.utils.logging.disable_progress_bar()
         self.device = device
-        self.model: Any = _load(model, DTYPES[dtype]).to(device).eval()
+        self.model: Any = _load(model, DTYPES[dtype], device).to(device).eval()
 
     def versions(self) -> dict[str, str]:
         return {"transformers": transformers.__version__}
+
+    def facts(self) -> Facts:
+        return {"attention": getattr(self.model.config, "_attn_implementation", None), "cache": "dynamic"}
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> object:
+        return self.run(prompt, max_tokens)
 
     @torch.inference_mode()
     def run(self, prompt: Sequence[int], max_tokens: int) -> RequestTiming:
@@ -44,7 +51,7 @@ class TransformersContender:
         return RequestTiming(first - start, time.perf_counter() - start, tuple(tokens))
 
 
-def _load(model: str | None, dtype: torch.dtype) -> Any:
+def _load(model: str | None, dtype: torch.dtype, device: str) -> Any:
     source = resolve(model)
     auto = transformers.AutoModelForCausalLM
     if source.kind is Kind.GGUF:
@@ -53,4 +60,7 @@ def _load(model: str | None, dtype: torch.dtype) -> Any:
         return auto.from_pretrained(source.path, dtype=dtype)
     if source.kind is Kind.HUB:
         return auto.from_pretrained(source.name, dtype=dtype)
-    raise ValueError(f"model must be files for the peer transformers, was {source.name}")
+    config = load_config(source.name)  # random weights: the same shapes, other values than ours
+    fields = hf_config(config, dtype)
+    with torch.device(device):
+        return auto.from_config(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=dtype)

@@ -1,0 +1,124 @@
+"""Tables of single requests and of throughput on a GPU, from results/h200. Used by `generate_docs.py`.
+
+A table whose file is not there is left out: it is empty.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from norm_tables import markdown
+
+RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
+Data = dict[str, Any]
+
+
+def load(name: str) -> Data | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def origin(data: Data) -> str:
+    """Where the figures come from, and whose ceilings the limits are."""
+    where, setup = data["environment"], data["setup"]
+    return (
+        f"{setup['model'] or 'SmolLM2-135M-Instruct'}; medians of {setup['rounds']} interleaved rounds, every engine "
+        f"in its own process. {where['device']}, driver {where['driver']}; host {where['cpu']}, {where['threads']} "
+        f"threads; PyTorch {where['torch']}, Triton {where['triton']}; commit {where['commit']}, {where['date']}. "
+        f"Ceilings: {data['ceilings']}."
+    )
+
+
+def set_up(data: Data) -> str:
+    """A line for each engine: version, context, pool and graphs, as far as it tells; and who was not there."""
+    lines = []
+    for name, facts in data["engines"].items():
+        engine, _, dtype = name.partition(" ")
+        words = [f"{engine} {facts['version']}, {dtype}"]
+        for key, text in (
+            ("max_model_len", "context {:,}"),
+            ("num_pages", "{:,} pages"),
+            ("page_size", "of {} tokens"),
+            ("max_num_seqs", "at most {:,} requests"),
+            ("max_num_batched_tokens", "{:,} tokens a step"),
+        ):
+            if isinstance(facts.get(key), int):
+                words.append(text.format(facts[key]))
+        if facts.get("graph_buckets"):
+            words.append(f"graphs for {len(facts['graph_buckets'])} sizes up to {max(facts['graph_buckets'])}")
+        lines.append("- " + ", ".join(words))
+    lines += [f"- {name}: {reason}" for name, reason in data["absent"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def request_tables() -> str:
+    """Every dtype: each prompt with all engines."""
+    data = load("request")
+    if data is None:
+        return ""
+    header = ["prompt", "engine", "first token ms", "GPU busy", "per token ms", "GPU busy", "limit ms", "of limit"]
+    header += ["request tok/s", "decode tok/s", "over ours"]
+    text = []
+    for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
+        rows = [_request_row(row) for row in data["rows"] if row["dtype"] == dtype]
+        text.append(f"**{dtype}, {data['setup']['max_tokens']} tokens out**\n\n" + markdown(header, rows, right=2))
+    note = (
+        "GPU busy: the time in which the GPU worked on it, from a request under the profiler. Limit: a token's "
+        "weights, and the keys and values of the mean context, read once. Over ours: a peer's time over ours, first "
+        "token / per token. "
+    )
+    return "\n".join([*text, note + origin(data) + "\n", set_up(data)])
+
+
+def _request_row(row: Data) -> list[str]:
+    first, token = row["first_token_ms"], row["per_token_ms"]
+    ratio = "" if row["per_token_ratio"] is None else f"{row['first_token_ratio']:.2f} / {row['per_token_ratio']:.2f}"
+    return [
+        f"{row['prompt_tokens']:,}",
+        row["engine"],
+        _far(first, 1),
+        _or_dash(row["busy_first_token_ms"], 1),
+        _far(token, 3),
+        _or_dash(row["busy_per_token_ms"], 3),
+        f"{row['limit_ms']:.3f}",
+        f"{row['limit_ms'] / token['median']:.0%}",
+        f"{row['request_tokens_per_s']['median']:,.0f}",
+        f"{row['decode_tokens_per_s']['median']:,.0f}",
+        ratio,
+    ]
+
+
+def throughput_table() -> str:
+    """Every case with all engines."""
+    data = load("throughput")
+    if data is None:
+        return ""
+    rows = []
+    for row in data["rows"]:
+        case = f"{row['requests']:,} × ({row['prompt_tokens']:,} in, {row['max_tokens']:,} out)"
+        figures = [_far(row["tokens_per_s"], 0), f"{row['limit_tokens_per_s']:,.0f}", f"{row['of_limit']:.0%}"]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        rows.append([case, row["engine"], *figures, f"{row['wall_s']['median']:.2f}", ratio])
+    header = ["requests", f"engine, {data['setup']['dtype']}", "output tok/s", "limit", "of limit", "seconds"]
+    prompts = "" if data["flops"] is None else f", and the prompts' operations at {data['flops'] / 1e12:.0f} TFLOP/s"
+    note = (
+        "All requests given at once; from the first submission to the last token. Limit: every sequence decodes in "
+        f"every step, which reads weights, keys and values once{prompts}. "
+    )
+    return markdown([*header, "ours over its"], rows, right=2) + "\n" + note + origin(data) + "\n\n" + set_up(data)
+
+
+def _far(spread: Data, digits: int) -> str:
+    """The median, and how far the rounds were from it at most."""
+    median = spread["median"]
+    far = max(spread["high"] - median, median - spread["low"]) / median
+    return f"{median:,.{digits}f} ±{far:.0%}"
+
+
+def _or_dash(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+TABLES = {"decode-requests": request_tables, "decode-throughput": throughput_table}

@@ -1,0 +1,95 @@
+"""The tables of docs/decode.md, rendered from results of made-up engines."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooflight.bench import cases, request, results
+from rooflight.bench.cases import Case, CaseSetup
+from rooflight.bench.request import RequestSetup
+from rooflight.bench.roof import Roof
+from rooflight.limits.card import Bandwidth
+from tests.bench.fake_engines import FakeEngines
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+ENVIRONMENT = {
+    "device": "NVIDIA Test 1", "driver": "580.1", "cpu": "A CPU", "threads": 3, "torch": "2.99", "triton": "3.9",
+    "commit": "abc", "date": "2026-12-01",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("decode_tables")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for run in (request, cases):
+        monkeypatch.setattr(run, "missing", lambda peer, device: "not installed" if peer == "transformers" else None)
+        monkeypatch.setattr(run, "environment_of", lambda device, threads: ENVIRONMENT)
+        monkeypatch.setattr(run, "roof_of", lambda device, threads: ROOF)
+    return module
+
+
+ROOF = Roof("a test's", (Bandwidth(1, 4e12),), {"bf16": 8e14})
+MODEL = "random:qwen3-0.6b"
+
+
+def test_without_results_there_is_no_table(tables: Any) -> None:
+    assert tables.TABLES.keys() == {"decode-requests", "decode-throughput"}
+    assert [table() for table in tables.TABLES.values()] == ["", ""]
+
+
+def test_requests(tables: Any, tmp_path: Path) -> None:
+    start: Any = FakeEngines(speed={"vllm": 2.0}, unprofiled={"vllm": "nothing seen"})
+    peers = ("transformers", "vllm")
+    setup = RequestSetup(MODEL, peers, ("bf16", "fp16"), (32, 1024), 128, rounds=1, device="cuda")
+    report = request.run(setup, start=start)
+    results.write(tmp_path, "request", report.as_data())
+    text = tables.request_tables()
+    lines = text.splitlines()
+    assert lines[0] == "**bf16, 128 tokens out**"
+    assert lines[2].startswith("| prompt | engine | first token ms | GPU busy | per token ms | GPU busy | limit ms |")
+    ours, peer = report.rows[2:4]
+    first, token = ours.first_token_ms.median, ours.per_token_ms.median
+    assert lines[6] == (
+        f"| 1,024 | rooflight | {first:.1f} ±0% | 5.0 | {token:.3f} ±0% | 0.500 "
+        f"| {ours.limit_ms:.3f} | {ours.of_limit:.0%} | {ours.request_tokens_per_s.median:,.0f} "
+        f"| {ours.decode_tokens_per_s.median:,.0f} |  |"
+    )
+    assert lines[7].split(" | ")[3:6:2] == ["–", "–"]
+    assert lines[7].endswith(f"| {peer.first_token_ratio:.2f} / {peer.per_token_ratio:.2f} |")
+    assert "**fp16, 128 tokens out**" in lines
+    assert "NVIDIA Test 1, driver 580.1; host A CPU, 3 threads" in text
+    assert "commit abc, 2026-12-01. Ceilings: a test's." in text
+    assert "- rooflight 9.9, bf16, context 1,152, of 16 tokens" in lines
+    assert "- transformers: not installed" in lines
+
+
+def test_throughput(tables: Any, tmp_path: Path) -> None:
+    start: Any = FakeEngines(speed={"vllm": 2.0})
+    setup = CaseSetup(MODEL, (Case(8, 128, 128), Case(1024, 128, 128)), ("vllm",), rounds=1)
+    report = cases.run(setup, start=start)
+    results.write(tmp_path, "throughput", report.as_data())
+    lines = tables.throughput_table().splitlines()
+    ours, peer = report.rows[2:]
+    assert lines[0] == "| requests | engine, bf16 | output tok/s | limit | of limit | seconds | ours over its |"
+    assert lines[4] == (
+        f"| 1,024 × (128 in, 128 out) | rooflight | {ours.tokens_per_s.median:,.0f} ±0% "
+        f"| {ours.limit_tokens_per_s:,.0f} | {ours.of_limit:.0%} | {ours.wall_s.median:.2f} |  |"
+    )
+    assert lines[5].endswith(f"| {peer.wall_s.median:.2f} | {peer.ratio:.2f} |")
+    assert "operations at 800 TFLOP/s" in lines[7]
+    context = "context 256, 17,408 pages, of 16 tokens"
+    assert [line for line in lines if line.startswith("- ")] == [
+        f"- {who} 9.9, bf16, {context}" for who in ("rooflight", "vllm")
+    ]
+
+
+def test_the_generator_knows_them() -> None:
+    text = (SCRIPTS / "generate_docs.py").read_text()
+    assert "**decode_tables.TABLES" in text
+    assert '"docs/decode.md"' in text
