@@ -7,13 +7,11 @@ bits in any batch. What a row needs is known on the device only: a launch that i
     _weigh_chunks     greedy rows are done here; of the others the sum of the weights of each chunk and, with top-k or
                       top-p, how many logits and about which weight lie in each of BINS distances from the best
     _gather           with top-k or top-p: the logits that can be kept, in token-id order, where they are few
-    _draw             with top-k or top-p: the exact limits, by search over the bits of the logits; then the draw
+    _draw             with top-k or top-p: the exact limits (sample_limits.py); then the draw
 
-Nothing is sorted. The limits leave an interval [low, high) of the logits' bits, of one value or with one logit in it:
-kept is what lies above and, by token id, the first `ties` of what lies within. Weights are FP64 and their sums too: in
-FP32 a flat row of 150,000 tokens would draw a neighbour every few hundred draws, and a top-p that is reached exactly
-would keep a token too many. Rows that keep more than CAPACITY tokens are walked whole at each step of the search, by
-one program: right, but slower.
+Nothing is sorted. Weights are FP64, and so are their sums: with FP32 a flat row of 150,000 tokens would now and then
+draw a neighbour, and a top-p that is reached exactly would keep a token too many. Rows with more than CAPACITY
+candidates are walked whole at each step of the search, by one program: right, but slower.
 """
 
 from __future__ import annotations
@@ -23,40 +21,32 @@ import triton
 import triton.language as tl
 
 from rooflight.kernels.triton.rows import as_rows, check_vector
+from rooflight.kernels.triton.sample_limits import (
+    INF_KEY,
+    LOWEST_KEY,
+    MOST,
+    NAN_KEY,
+    kept,
+    key_of,
+    limits,
+    logit_of,
+    read,
+    weight_of,
+)  # fmt: skip
 
 MOST_CHUNKS = 256  # of a row: what one program adds up at once
 LEAST_CHUNK, TILE = 1024, 1024  # elements; a chunk is a power of two
 CAPACITY = 4096  # candidates of a row that are gathered
-DRAW_TILE, DRAW_WARPS = 1024, 8
+DRAW_TILE, DRAW_WARPS = 1024, 8  # of the last kernel, of which a row has one program; larger ones spill
+WAYS, INTERPRETED_WAYS = 8, 64  # limits that a step of the search tries; in the interpreter steps are what costs
 PROGRAMS = 2048  # that fill a large GPU; with more rows a program takes several chunks
 MOST_TOKENS = 1 << 30  # of a vocabulary: token ids and the ends of chunks are 32 bits
 
 BINS = tl.constexpr(32)
 REACH = tl.constexpr(32.0)  # the farthest bin, in logits, times the temperature where that is above 1
 SLICE = tl.constexpr(128)  # elements that are put into bins at once
-WAYS = tl.constexpr(8)  # limits that a step of the search tries
 SLACK = tl.constexpr(1.0001)  # FP32 weights of bins choose candidates: some more than needed
-
-NAN_KEY = tl.constexpr(2147483647)
-INF_KEY = tl.constexpr(2139095040)
-LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
-NO_KEY = tl.constexpr(-2147483648)  # of no logit
 NO_TOKEN = tl.constexpr(-1)
-MOST = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _key(x):
-    """Signed integers in the order of the floats. The two zeros are equal; NaN is above all."""
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(x == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return tl.where(x == x, key, NAN_KEY)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _logit(key):
-    """The float of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["per"])  # type: ignore[untyped-decorator]
@@ -72,7 +62,7 @@ def _best_of_chunks(
         for start in range(0, CHUNK, TILE):
             token = chunk * CHUNK + start + tl.arange(0, TILE)
             x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=float("-inf"))
-            best = tl.maximum(best, (_key(x).to(tl.int64) << 32) + (0x7FFFFFFF - token))
+            best = tl.maximum(best, (key_of(x).to(tl.int64) << 32) + (0x7FFFFFFF - token))
             least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
         tl.store(best_ptr + row * num_chunks + chunk, tl.max(best, 0))
         tl.store(least_ptr + row * num_chunks + chunk, tl.min(least, 0))
@@ -86,12 +76,12 @@ def _best_of_row(best_ptr, row, num_chunks, CHUNKS: tl.constexpr):
     return (best >> 32).to(tl.int32), (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _is_drawn(heat, best_key):
     return (heat > 0.0) & (best_key > LOWEST_KEY) & (best_key < INF_KEY)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _is_filtered(k, p, vocab_size):
     return ((k > 0) & (k < vocab_size)) | (p < 1.0)
 
@@ -105,16 +95,10 @@ def _bins_per_logit(least_ptr, row, num_chunks, peak, heat, CHUNKS: tl.constexpr
     return tl.where(span > 1e-30, 1.0 / tl.maximum(span, 1e-30), 0.0) * BINS
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _bin(x, peak, bins_per_logit):
     """Every step keeps the order, so a better logit is never in a farther bin. Not for NaN."""
     return tl.minimum(tl.minimum(peak - x, 1e35) * bins_per_logit, BINS - 1).to(tl.int32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(x, peak, heat):
-    """FP64, relative to the best logit."""
-    return tl.exp((x.to(tl.float64) - peak.to(tl.float64)) * (1.0 / heat.to(tl.float64)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -145,7 +129,7 @@ def _weigh_chunks(
     heat = tl.load(heat_ptr + row)
     best_key, best_token = _best_of_row(best_ptr, row, num_chunks, CHUNKS)
     if _is_drawn(heat, best_key):
-        peak = _logit(best_key)
+        peak = logit_of(best_key)
         filtered = _is_filtered(tl.load(k_ptr + row), tl.load(p_ptr + row), vocab_size)
         floor = tl.load(floor_ptr + row).to(tl.float64)
         floor = tl.where(filtered | (floor != floor), 0.0, floor)  # min-p comes last
@@ -155,7 +139,7 @@ def _weigh_chunks(
             for start in range(0, CHUNK, TILE):
                 token = chunk * CHUNK + start + tl.arange(0, TILE)
                 x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=float("-inf"))
-                weight = _weight(x, peak, heat)
+                weight = weight_of(x, peak, heat)
                 total += tl.where(weight >= tl.minimum(floor, 1.0), weight, 0.0)
             place = row * num_chunks + chunk
             tl.store(total_ptr + place, tl.sum(total, 0))
@@ -180,7 +164,7 @@ def _gather(
     first = tl.program_id(1) * per
     heat = tl.load(heat_ptr + row)
     k, p = tl.load(k_ptr + row), tl.load(p_ptr + row)
-    best_key, best_token = _best_of_row(best_ptr, row, num_chunks, CHUNKS)
+    best_key, _token = _best_of_row(best_ptr, row, num_chunks, CHUNKS)
     if _is_drawn(heat, best_key) & _is_filtered(k, p, vocab_size):
         index, bins = tl.arange(0, CHUNKS), tl.arange(0, BINS)
         cell = (row * num_chunks + index[:, None]) * BINS + bins[None, :]
@@ -198,7 +182,7 @@ def _gather(
         if first == 0:
             tl.store(found_ptr + row, tl.where(found <= capacity, found, -1))
         if found <= capacity:
-            peak = _logit(best_key)
+            peak = logit_of(best_key)
             bins_per_logit = _bins_per_logit(least_ptr, row, num_chunks, peak, heat, CHUNKS)
             for chunk in range(first, tl.minimum(first + per, num_chunks)):
                 if tl.sum(tl.where(index == chunk, of_chunk, 0), 0) > 0:  # most have none
@@ -213,105 +197,7 @@ def _gather(
                         place += tl.sum(hit.to(tl.int32), 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read(x_ptr, found_x_ptr, found_token_ptr, index, stop, gathered):
-    """Logits and tokens at these places of the gathered candidates, or of the row."""
-    in_row, in_found = tl.where(gathered == 0, stop, 0), tl.where(gathered == 0, 0, stop)  # where to read up to
-    x = tl.load(x_ptr + index, mask=index < in_row, other=float("-inf"))
-    found_x = tl.load(found_x_ptr + index, mask=index < in_found, other=float("-inf"))
-    token = tl.load(found_token_ptr + index, mask=index < in_found, other=0)
-    return tl.maximum(x, found_x), tl.where(index < in_row, index, token), index < stop
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _search(
-    x_ptr, found_x_ptr, found_token_ptr, stop, gathered, peak, heat, low, high, goal,
-    BY_COUNT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Narrow the keys [low, high): what is at or above low reaches the goal (a count or a weight), from high on not.
-
-    Ends with one key or one logit between. Gives low, high, the counts from low and from high on, their weights.
-    """
-    low_count, low_mass = stop, tl.zeros([], tl.float64)
-    high_count, high_mass = stop * 0, tl.zeros([], tl.float64)
-    going = stop > 0
-    while going:
-        limit = low + (((high - low) * tl.arange(0, WAYS)) // WAYS)  # the first is low itself
-        count = tl.zeros([WAYS, TILE], tl.int32)
-        mass = tl.zeros([WAYS, TILE], tl.float64)
-        for start in range(0, stop, TILE):
-            index = start + tl.arange(0, TILE)[None, :]
-            x, token, inside = _read(x_ptr, found_x_ptr, found_token_ptr, index, stop, gathered)
-            above = (tl.where(inside, _key(x), NO_KEY) >= limit.to(tl.int32)[:, None]) & inside
-            count += above.to(tl.int32)
-            mass += tl.where(above, _weight(x, peak, heat), 0.0)
-        counts, masses = tl.sum(count, 1), tl.sum(mass, 1)
-        if BY_COUNT:
-            reached = (counts.to(tl.float64) >= goal) | (limit == low)
-        else:
-            reached = (masses >= goal) | (limit == low)
-        # Counts and weights fall as the limit rises, so the nearest on each side are a minimum and a maximum.
-        low_count, low_mass = tl.min(tl.where(reached, counts, MOST), 0), tl.min(tl.where(reached, masses, 1e300), 0)
-        high_count = tl.maximum(high_count, tl.max(tl.where(reached, 0, counts), 0))
-        high_mass = tl.maximum(high_mass, tl.max(tl.where(reached, 0.0, masses), 0))
-        high = tl.minimum(high, tl.min(tl.where(reached, high, limit), 0))
-        low = tl.max(tl.where(reached, limit, low), 0)
-        going = (high - low > 1) & (low_count - high_count > 1)
-    return low, high, low_count, high_count, low_mass, high_mass
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _limits(
-    x_ptr, found_x_ptr, found_token_ptr, stop, gathered, peak, heat, k, p, vocab_size, total, TILE: tl.constexpr
-):  # fmt: skip
-    """(low, high, ties) of top-k, then of top-p among what that keeps."""
-    low = (peak.to(tl.int32) * 0 + LOWEST_KEY).to(tl.int64)
-    high = _key(peak).to(tl.int64) + 1
-    ties = (low * 0 + MOST).to(tl.int64)
-    within = p < 1.0  # whether a search by weight is needed
-    goal = tl.maximum(p, 0.0).to(tl.float64) * total
-    if (k > 0) & (k < vocab_size):
-        low, high, low_count, high_count, low_mass, high_mass = _search(
-            x_ptr, found_x_ptr, found_token_ptr, stop, gathered, peak, heat, low, high, k.to(tl.float64), True, TILE
-        )
-        ties = (k - high_count).to(tl.int64)
-        if within:
-            one = tl.where(high - low == 1, _weight(_logit(low.to(tl.int32)), peak, heat), low_mass - high_mass)
-            goal = tl.maximum(p, 0.0).to(tl.float64) * (high_mass + ties.to(tl.float64) * one)
-            if (high_mass < goal) | (high_count == 0):  # reached among the equals at the limit of top-k
-                ties = tl.minimum(ties, _number_to(goal - high_mass, one))
-                within = False
-            else:
-                low, high = high, _key(peak).to(tl.int64) + 1
-    if within:
-        low, high, low_count, high_count, low_mass, high_mass = _search(
-            x_ptr, found_x_ptr, found_token_ptr, stop, gathered, peak, heat, low, high, goal, False, TILE
-        )
-        one = tl.where(high - low == 1, _weight(_logit(low.to(tl.int32)), peak, heat), low_mass - high_mass)
-        ties = _number_to(goal - high_mass, one)
-    return low, high, ties
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _number_to(missing, one):
-    """How many weights of this size make up what is missing; one at least."""
-    number = tl.minimum(missing / tl.maximum(one, 1e-300), 2e9).to(tl.int64)
-    number += (number.to(tl.float64) * one < missing).to(tl.int64)
-    return tl.maximum(number, 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _kept(x, inside, before, low, high, ties, floor, peak, heat):
-    """Weights of a tile, 0 for what is dropped; and how many of the equals at the limit are in it. `before`: earlier."""
-    key = _key(x)
-    equal = ((key >= low) & (key < high) & inside).to(tl.int32)
-    rank = before + tl.cumsum(equal, 0) - equal
-    weight = _weight(x, peak, heat)
-    keep = inside & ((key >= high) | ((equal != 0) & (rank < ties))) & (weight >= floor)
-    return tl.where(keep, weight, 0.0), tl.sum(equal, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _uniform(seed, position):
     """Philox4x32-10 with key = seed and counter = position: 53 random bits as FP64 in [0, 1)."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
@@ -323,18 +209,19 @@ def _uniform(seed, position):
 def _draw(
     logits_ptr, heat_ptr, k_ptr, p_ptr, floor_ptr, seed_ptr, position_ptr,
     best_ptr, total_ptr, found_ptr, found_x_ptr, found_token_ptr, out_ptr,
-    stride, vocab_size, num_chunks, capacity, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    stride, vocab_size, num_chunks, capacity,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(heat_ptr + row)
-    best_key, best_token = _best_of_row(best_ptr, row, num_chunks, CHUNKS)
+    best_key, _best_token = _best_of_row(best_ptr, row, num_chunks, CHUNKS)
     if _is_drawn(heat, best_key):
         x_ptr, found_x_ptr, found_token_ptr = (
             logits_ptr + row * stride, found_x_ptr + row * capacity, found_token_ptr + row * capacity
         )  # fmt: skip
         k, p, floor = tl.load(k_ptr + row), tl.load(p_ptr + row), tl.load(floor_ptr + row).to(tl.float64)
         floor = tl.where(floor > 0.0, tl.minimum(floor, 1.0), 0.0)
-        peak = _logit(best_key)
+        peak = logit_of(best_key)
         index = tl.arange(0, CHUNKS)
         totals = tl.load(total_ptr + row * num_chunks + index, mask=index < num_chunks, other=0.0)
         total = tl.sum(totals, 0)
@@ -345,15 +232,14 @@ def _draw(
             found = tl.load(found_ptr + row)
             gathered = (found >= 0).to(tl.int32)
             stop = tl.where(found >= 0, found, vocab_size)
-            low, high, ties = _limits(
-                x_ptr, found_x_ptr, found_token_ptr, stop, gathered, peak, heat, k, p, vocab_size, total, TILE
-            )
+            low, high, ties = limits(
+                x_ptr, found_x_ptr, found_token_ptr, stop, gathered, best_key, heat, k, p, vocab_size, total,
+                TILE, WAYS,
+            )  # fmt: skip
             total, before = total * 0.0, begin
             for start in range(0, stop, TILE):
-                x, token, inside = _read(
-                    x_ptr, found_x_ptr, found_token_ptr, start + tl.arange(0, TILE), stop, gathered
-                )
-                weight, equals = _kept(x, inside, before, low, high, ties, floor, peak, heat)
+                x, _token, inside = read(x_ptr, found_x_ptr, found_token_ptr, start + tl.arange(0, TILE), stop, gathered)
+                weight, equals = kept(x, inside, before, low, high, ties, floor, peak, heat)
                 total += tl.sum(weight, 0)
                 before += equals
         else:
@@ -380,8 +266,8 @@ def _walk(
     picked, last, before = begin * 0 + MOST, begin * 0, begin * 0
     while (picked == MOST) & (begin < stop):
         index = begin + tl.arange(0, TILE)
-        x, token, inside = _read(x_ptr, found_x_ptr, found_token_ptr, index, stop, gathered)
-        weight, equals = _kept(x, inside, before, low, high, ties, floor, peak, heat)
+        x, token, inside = read(x_ptr, found_x_ptr, found_token_ptr, index, stop, gathered)
+        weight, equals = kept(x, inside, before, low, high, ties, floor, peak, heat)
         passed = (mass + tl.cumsum(weight, 0) > target) & (weight > 0.0)
         picked = tl.min(tl.where(passed, token, MOST), 0)
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, token, 0), 0))
@@ -438,6 +324,6 @@ def sample(
         _draw[(rows,)](
             logits, temperature, top_k, top_p, min_p, seed, position, best, total, found, found_x, found_token, out,
             logits.stride(0), vocab_size, chunks, CAPACITY, CHUNK=chunk, TILE=min(DRAW_TILE, chunk), CHUNKS=whole,
-            num_warps=DRAW_WARPS,
+            WAYS=WAYS if logits.is_cuda else INTERPRETED_WAYS, num_warps=DRAW_WARPS,
         )  # fmt: skip
     return out
