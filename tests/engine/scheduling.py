@@ -7,12 +7,14 @@ from weakref import WeakKeyDictionary
 
 import rooflight.engine.scheduler as module
 from rooflight import SamplingParams
-from rooflight.engine.plan import Row, StepPlan
-from rooflight.engine.scheduler import Scheduler, Sequence
+from rooflight.engine.plan import UNKNOWN, Row, StepPlan
+from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.sequence import Sequence
 from tests.engine.support import assert_conserved
 
 BIG = 2**61 - 1  # CPython gives it the hash of 0
 PLAIN, READING = SamplingParams(), SamplingParams(prompt_logprobs=0)
+HELPED, BANNED = SamplingParams(logprobs=0), SamplingParams(min_tokens=3)
 
 Shape = tuple[int, int, int, int, bool]
 
@@ -66,57 +68,88 @@ def alone(prompt: list[int], count: int) -> list[int]:
 
 
 class Memory:
-    """Does what plans say, slot by slot, and checks each of them.
+    """Does what plans say, slot by slot, in the order of their launches, and checks each of them.
 
     A step writes where the plan says and its samples are made of what stands in the slots, so a page with two writers,
     the same tokens behind another prefix, a lost token or a wrong start give another token or find nothing.
     """
 
     def __init__(self) -> None:
-        self.states: dict[tuple[int, int], int] = {}  # by page and place in it
+        self.states: dict[tuple[int, int], int] = {}  # by page and position in it
+        self.last: dict[int, int] = {}  # by the place of a row: the token that it got last
+        self.said: dict[int, list[int]] = {}  # by request: its tokens, those in flight included
 
-    def run(self, plans: Scheduler, plan: StepPlan) -> dict[int, int]:
-        """The tokens that a step samples."""
+    def run(self, plans: Scheduler, plan: StepPlan) -> dict[int, list[int]]:
+        """The tokens that a launch gives each request."""
         size = plans.page_size
         running = {item.request_id: item for item in plans.running}
-        ids = [row.request_id for row in plan.rows]
-        assert ids == [i for i in sorted(running) if i in ids]  # each once, the oldest first
-        assert ids[0] == min(running)  # the oldest always gets on
-        assert {i for i, item in running.items() if len(item.tokens) - item.num_computed == 1} <= set(ids)
-        assert sum(len(row.tokens) for row in plan.rows) <= plans.max_num_batched_tokens
-        assert sum(len(row.tokens) for row in plan.rows if row.every_logit and not row.samples) <= module.EVERY_LOGIT
-        assert len(running) <= plans.max_num_seqs
+        _check_plan(plans, plan)
         for item in running.values():  # nobody may rely on what stood behind its last token
             for position in range(item.num_computed, len(item.pages) * size):
                 self.states.pop(_slot(item.pages, position, size), None)
-        before = [  # of all rows first: they run side by side
-            [self.states[_slot(row.pages, position, size)] for position in range(row.start)] for row in plan.rows
-        ]
-        sampled = {}
-        for row, past in zip(plan.rows, before, strict=True):
+        for row in plan.rows:
             item = running[row.request_id]
-            _check(plans, row, item)
-            new = states(past, row.tokens)
-            places = range(row.start, row.start + len(row.tokens))
-            self.states.update({_slot(row.pages, place, size): kept for place, kept in zip(places, new, strict=True)})
-            if row.samples:
-                sampled[row.request_id] = answer(past + new)
-                assert sampled[row.request_id] == answer(states([], item.tokens))  # what it would get alone
-        return sampled
+            if item.pending == 0:
+                self.said[row.request_id] = list(item.tokens)
+            _check_row(plans, plan, row, item, self.said[row.request_id])
+        given: dict[int, list[int]] = {row.request_id: [] for row in plan.rows if row.samples}
+        for step in range(plan.steps):
+            rows = [row for row in plan.rows if step == 0 or step < plan.gets(row)]
+            before = [  # of all rows first: they run side by side
+                [self.states[_slot(row.pages, position, size)] for position in range(row.start + step)] for row in rows
+            ]
+            for row, past in zip(rows, before, strict=True):
+                tokens = (self.last[row.place],) if step or row.tokens == (UNKNOWN,) else row.tokens
+                new, start = states(past, tokens), row.start + step
+                for position, kept in enumerate(new, start):
+                    self.states[_slot(row.pages, position, size)] = kept
+                if row.samples:
+                    token, said = answer(past + new), self.said[row.request_id]
+                    assert token == answer(states([], said))  # what it would get alone
+                    self.last[row.place] = token
+                    said.append(token)
+                    given[row.request_id].append(token)
+        return given
 
 
 def _slot(pages: Many[int], position: int, size: int) -> tuple[int, int]:
     return pages[position // size], position % size
 
 
-def _check(plans: Scheduler, row: Row, item: Sequence) -> None:
+def _check_plan(plans: Scheduler, plan: StepPlan) -> None:
+    running = {item.request_id: item for item in plans.running if not item.ends_in_flight}
+    ids = [row.request_id for row in plan.rows]
+    assert ids == [i for i in sorted(running) if i in ids]  # each once, the oldest first
+    assert ids[0] == min(running)  # the oldest always gets on
+    assert {i for i, item in running.items() if item.num_tokens - item.num_computed == 1} <= set(ids)
+    assert sum(len(row.tokens) for row in plan.rows) <= plans.max_num_batched_tokens
+    assert sum(len(row.tokens) for row in plan.rows if row.every_logit and not row.samples) <= module.EVERY_LOGIT
+    assert len(plans.running) <= plans.max_num_seqs
+    assert plan.needs_host == any(running[i].needs_host for i in ids)
+    assert not plans.in_flight or not (plan.needs_host or plans.in_flight[-1].needs_host)
+    assert plan.steps in [1, 2, 4, 8]
+    assert plan.steps <= plans.most_steps
+    if plan.steps > 1:
+        assert plan.is_decode
+        assert not plan.needs_host
+        assert all(item.num_tokens > item.num_prompt for item in running.values())
+        rest = [item.max_len - item.num_tokens for item in running.values()]
+        assert plan.steps <= (min(rest) if plans.waiting else max(rest))
+
+
+def _check_row(plans: Scheduler, plan: StepPlan, row: Row, item: Sequence, said: list[int]) -> None:
     """A row is the next part of its sequence and writes where nobody else reads."""
     size, end = plans.page_size, row.start + len(row.tokens)
-    assert row.start == item.num_computed
-    assert row.tokens == tuple(item.tokens[row.start : end]) != ()
-    assert row.pages == tuple(item.pages[: -(-end // size)])
-    assert row.samples == (end == len(item.tokens))
-    assert row.every_logit == (item.params is READING and item.num_generated == 0)
+    assert len(said) == item.num_tokens
+    assert (row.start, row.place, row.limit) == (item.num_computed, item.place, item.max_cached)
+    assert row.tokens == (tuple(said[row.start : end]) if end <= len(item.tokens) else (UNKNOWN,))
+    assert row.tokens != ()
+    assert row.samples == (end == item.num_tokens)
+    assert row.every_logit == (item.params is READING and len(said) == item.num_prompt)
+    assert row.limit <= item.max_len
+    gets = plan.gets(row)
+    assert item.num_tokens + gets <= max(item.max_len, item.num_prompt + 1)
+    assert row.pages == tuple(item.pages[: -(-(end + max(gets - 1, 0)) // size)])
     for page in row.pages[row.start // size :]:
         assert (plans.pool._holders[page], page in plans.pool._keys) == (1, False)
 
@@ -124,9 +157,19 @@ def _check(plans: Scheduler, row: Row, item: Sequence) -> None:
 MEMORIES: WeakKeyDictionary[Scheduler, Memory] = WeakKeyDictionary()
 
 
-def do(plans: Scheduler, plan: StepPlan) -> dict[int, int]:
+def do(plans: Scheduler, plan: StepPlan) -> dict[int, list[int]]:
     """Run a plan in the one memory of its scheduler."""
     return MEMORIES.setdefault(plans, Memory()).run(plans, plan)
+
+
+def land(plans: Scheduler, plan: StepPlan, given: dict[int, list[int]]) -> list[tuple[Sequence, int]]:
+    return plans.landed(plan, [given[row.request_id] for row in plan.rows if row.samples])
+
+
+def update(plans: Scheduler, plan: StepPlan, given: dict[int, list[int]]) -> list[Sequence]:
+    """Launch and land a plan that ran; the sequences that got tokens."""
+    plans.launched(plan)
+    return [item for item, _ in land(plans, plan, given)]
 
 
 def run(plans: Scheduler, steps: int | None = None) -> list[list[Shape]]:
@@ -138,7 +181,7 @@ def run(plans: Scheduler, steps: int | None = None) -> list[list[Shape]]:
             break
         shapes.append(shape(plan))
         assert_conserved(plans)
-        for got in plans.update(plan, do(plans, plan)):
+        for got in update(plans, plan, do(plans, plan)):
             if len(got.tokens) >= got.max_len:
                 plans.finish(got, "length")
         assert_conserved(plans)

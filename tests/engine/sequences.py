@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rooflight import SamplingParams, ops
-from rooflight.engine.scheduler import Sequence as EngineSequence
+from rooflight.engine.sequence import Sequence as EngineSequence
 
 INF = float("inf")
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rooflight import LLM, Completion, SamplingParams
 from rooflight.engine.page_pool import ROOT
-from rooflight.engine.plan import StepPlan
+from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.scheduler import Scheduler
 from tests.models import tiny
 
@@ -107,6 +107,7 @@ def assert_idle(llm: LLM) -> None:
     assert not engine.busy
     assert (engine.scheduler.waiting, engine.scheduler.running) == ([], [])
     assert (engine._requests, engine._empty, llm._inboxes) == ({}, [], {})
+    assert (list(engine._launches), list(engine.scheduler.in_flight)) == ([], [])
     assert_conserved(engine.scheduler)
     assert engine.scheduler.pool.free == engine.scheduler.pool.num_pages
 
@@ -120,6 +121,9 @@ def assert_conserved(scheduler: Scheduler) -> None:
     assert pool._keys == {page: key for key, page in pool._published.items()}
     assert set(pool._idle) <= set(pool._keys)
     assert set(pool._links.values()) | {ROOT} == pool._alive
+    places = [sequence.place for sequence in scheduler.running]
+    assert len(set(places)) == len(places)
+    assert set(places) <= set(range(scheduler.max_num_seqs))
 
 
 SECOND = ids_of("x")[0]  # what a scripted model says where its line is not allowed or has ended
@@ -137,13 +141,14 @@ class Script:
 
     def __call__(self, plan: StepPlan) -> torch.Tensor:
         self.steps += 1
-        rows = [self._row(row.request_id) for row in plan.rows if row.samples]
+        rows = [self._row(row) for row in plan.rows if row.samples]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
-    def _row(self, request_id: int) -> torch.Tensor:
-        sequence = self.engine._requests[request_id].sequence
+    def _row(self, row: Row) -> torch.Tensor:
+        sequence = self.engine._requests[row.request_id].sequence
         line = self.lines[sequence.tokens[0]] if isinstance(self.lines, Mapping) else self.lines
-        wanted = line[sequence.num_generated] if sequence.num_generated < len(line) else SECOND
+        number = row.start + len(row.tokens) - sequence.num_prompt
+        wanted = line[number] if number < len(line) else SECOND
         if wanted is None:
             return torch.full((self.vocab_size,), torch.nan)
         logits = torch.zeros(self.vocab_size)

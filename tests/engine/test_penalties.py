@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooflight.engine.sampler import sample_tokens
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 from tests.engine.sequences import INF, logits, logits_that_are_drawn_from, sequence
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rooflight.engine.params import choice_seed
 from rooflight.engine.sampler import sample, sample_tokens
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 from tests.engine.sequences import INF, logits, sequence
 
 

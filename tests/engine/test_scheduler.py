@@ -16,6 +16,7 @@ from tests.engine.scheduling import (
     scheduler,
     sequence,
     shape,
+    update,
 )
 
 
@@ -48,7 +49,7 @@ def test_chunks_are_consecutive_parts_of_the_prompt(budget: int) -> None:
         assert row.start == len(tokens)
         assert len(row.tokens) == min(budget, 30 - row.start)
         tokens.extend(row.tokens)
-        for got in plans.update(plan, {3: 7} if row.samples else {}):
+        for got in update(plans, plan, {3: [7]} if row.samples else {}):
             plans.finish(got, "length")
     assert tokens == [300 + i for i in range(30)]
 
@@ -57,12 +58,12 @@ def test_a_plan_is_plain_data_that_can_be_written_down() -> None:
     plans = scheduler(budget=4)
     plans.add(sequence(2, 5, max_tokens=3))
     first = plans.plan()
-    assert first == StepPlan((Row(2, 0, (200, 201, 202, 203), (0,), False),))
+    assert first == StepPlan((Row(2, 0, (200, 201, 202, 203), (0,), False, limit=7),))
     assert first == eval(repr(first))
     assert len({first, plans.plan()}) == 1
-    plans.update(first, {})
+    update(plans, first, {})
     last = plans.plan()
-    assert last == StepPlan((Row(2, 4, (204,), (0, 1), True),))
+    assert last == StepPlan((Row(2, 4, (204,), (0, 1), True, limit=7),))
     assert last.is_decode
 
 
@@ -71,11 +72,11 @@ def test_a_prompt_of_one_token_is_no_decode_step() -> None:
     plans = scheduler()
     plans.add(sequence(0, 1))
     first = plans.plan()
-    assert first == StepPlan((Row(0, 0, (0,), (0,), True),))
+    assert first == StepPlan((Row(0, 0, (0,), (0,), True, limit=4),))
     assert not first.is_decode
-    plans.update(first, {0: 7})
+    update(plans, first, {0: [7]})
     second = plans.plan()
-    assert second == StepPlan((Row(0, 1, (7,), (0,), True),))
+    assert second == StepPlan((Row(0, 1, (7,), (0,), True, limit=4),))
     assert second.is_decode
 
 
@@ -269,7 +270,7 @@ def test_a_plan_asked_for_again_is_the_same_one() -> None:
         for _ in range(2):
             assert plans.plan() == plan
             assert (list(plans.pool._idle), plans.pool._free) == (idle, free)
-        for got in plans.update(plan, do(plans, plan)):
+        for got in update(plans, plan, do(plans, plan)):
             if len(got.tokens) == got.max_len:
                 plans.finish(got, "length")
         steps += 1
@@ -372,7 +373,7 @@ def test_prompts_whose_logits_are_all_wanted_share_a_fixed_number_of_them() -> N
         logits.append([(row.request_id, row.start, row.num_logits, row.samples) for row in plan.rows])
         assert plan.num_logits == sum(row[2] for row in logits[-1])
         assert [row.every_logit for row in plan.rows] == [row.request_id != 2 for row in plan.rows]
-        for got in plans.update(plan, do(plans, plan)):
+        for got in update(plans, plan, do(plans, plan)):
             plans.finish(got, "length")
     assert logits == [
         [(0, 0, 256, False), (2, 0, 1, True), (3, 0, 1, True)],  # 1 has to wait; the one logit of 3 is always there
@@ -392,7 +393,7 @@ def test_the_last_token_of_such_a_prompt_alone_gives_one_logit() -> None:
     plans.add(sequence(0, 257, max_tokens=2, params=READING))
     assert run(plans, 1) == [[(0, 0, 256, 64, False)]]
     plan = plans.plan()
-    assert plan == StepPlan((Row(0, 256, (256,), tuple(range(65)), True, True),))
+    assert plan == StepPlan((Row(0, 256, (256,), tuple(range(65)), True, True, limit=258),), needs_host=True)
     assert plan.num_logits == 1
     run(plans, 1)
     after = plans.plan()

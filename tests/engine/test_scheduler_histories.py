@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import rooflight.engine.scheduler as module
 from rooflight import SamplingParams
 from rooflight.engine.plan import StepPlan
-from rooflight.engine.scheduler import Scheduler, Sequence
+from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.sequence import Sequence
 from tests.engine.scheduling import (
+    BANNED,
     BIG,
+    HELPED,
     PLAIN,
     READING,
     Memory,
     alone,
+    land,
     sequence,
 )
 from tests.engine.support import assert_conserved
@@ -37,16 +48,22 @@ TEXTS = [
 ]
 PLACES = st.integers(0, 7)  # in a list, counted round and round
 MOST_OPEN = 8
+PARAMS = [PLAIN, PLAIN, PLAIN, PLAIN, READING, HELPED, BANNED]
+ENDS = frozenset(range(0, 9967, 29))  # now and then an early end
 
 
 class Histories(RuleBasedStateMachine):
-    """Submit, plan, step, cancel (also in mid-step), and `Memory` does what the plans say.
+    """Submit, plan, launch, land, step, cancel (also in mid-step), recall, and `Memory` does what the plans say.
+
+    ahead: launches in flight while another is planned. most_steps: of a launch. Their tokens are known when they land.
 
     Some requests have several choices, which come as the engine sends them: numbered together, and queued when the
     first has its first token. Some read their prompt, some end early, some with an error.
     """
 
     num_pages: ClassVar[int]
+    ahead: ClassVar[int] = 0
+    most_steps: ClassVar[int] = 1
     counts: ClassVar[Counter[str]]
 
     @initialize(
@@ -56,13 +73,14 @@ class Histories(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name, value in {"EVERY_LOGIT": 3, "MOST_PROMPTS": 2, "MOST_SHORT": 1}.items():
             self.patch.setattr(module, name, value)
-        self.plans = Scheduler(self.num_pages, page_size, max_seqs, budget, prefix_cache)
+        self.plans = Scheduler(self.num_pages, page_size, max_seqs, budget, prefix_cache, self.most_steps)
         self.memory = Memory()
         self.open: dict[int, Sequence] = {}
         self.later: dict[int, list[Sequence]] = {}  # by the request whose first token they wait for
         self.queued: list[int] = []  # and never begun
         self.texts = list(TEXTS)
         self.planned: StepPlan | None = None  # asked for and not run
+        self.flight: deque[tuple[StepPlan, dict[int, list[int]]]] = deque()
         self.next_id = 0
 
     @precondition(lambda self: len(self.open) < MOST_OPEN)
@@ -70,12 +88,15 @@ class Histories(RuleBasedStateMachine):
         text=PLACES,
         length=st.integers(1, 14),
         max_tokens=st.integers(1, 12),
-        params=st.sampled_from([PLAIN, PLAIN, READING]),
+        params=st.sampled_from(PARAMS),
         choices=st.sampled_from([1, 1, 1, 3]),
     )
     def submit(self, text: int, length: int, max_tokens: int, params: SamplingParams, choices: int) -> None:
         prompt = self.texts[text % len(self.texts)][:length]
-        items = [sequence(self.next_id + i, prompt, max_tokens, PLAIN if i else params) for i in range(choices)]
+        others = PLAIN if params is READING else params
+        items = [sequence(self.next_id + i, prompt, max_tokens, others if i else params) for i in range(choices)]
+        for item in items:
+            item.end_ids = ENDS
         self.next_id += choices
         cached = len(prompt) + max_tokens - 1
         if -(-cached // self.plans.page_size) > self.num_pages:
@@ -111,6 +132,26 @@ class Histories(RuleBasedStateMachine):
         self.planned = self.checked_plan()
 
     @rule()
+    def launch(self) -> None:
+        """One more, if it may be; what is in flight need not land first."""
+        if len(self.flight) <= self.ahead and (plan := self.checked_plan()) is not None:
+            self.planned = None
+            self.counts["steps"] += 1
+            self.counts["ahead"] += len(self.flight) > 0
+            self.counts["several steps"] += plan.steps > 1
+            self.flight.append((plan, self.memory.run(self.plans, plan)))
+            self.plans.launched(plan)
+
+    @precondition(lambda self: self.flight)
+    @rule()
+    def recall(self) -> None:
+        """As if the launches in flight had never been; what they wrote stands where nobody looks."""
+        self.flight.clear()
+        self.plans.recall()
+        self.planned = None
+        assert not any(item.pending for item in self.plans.running)
+
+    @rule()
     def step(self) -> None:
         self.advance()
 
@@ -123,10 +164,16 @@ class Histories(RuleBasedStateMachine):
         """A plan, and whether it stops and begins those whom it should."""
         plans = self.plans
         before, stops = list(plans.running), [item.preemptions for item in plans.running]
-        growing = sum(len(item.tokens) > len(item.pages) * plans.page_size for item in before)
+        going = [item for item in before if not item.ends_in_flight]
+        growing = sum(item.num_tokens > len(item.pages) * plans.page_size for item in going)
         enough = growing <= plans.pool.free
         plan = plans.plan()
         assert self.planned in (None, plan)
+        if self.flight:  # it lands first for a reason only
+            helped = self.flight[-1][0].needs_host or any(item.needs_host for item in plans.running)
+            assert plan is not None or helped or not enough or all(item.ends_in_flight for item in plans.running)
+            assert enough or plan is None
+            assert [item.preemptions for item in before] == stops
         stopped = [item.preemptions > count for item, count in zip(before, stops, strict=True)]
         assert stopped == sorted(stopped)  # the youngest, not one of the others
         assert not (enough and any(stopped))
@@ -148,24 +195,36 @@ class Histories(RuleBasedStateMachine):
         return plan
 
     def advance(self, cancelled: int | None = None) -> None:
-        plan = self.checked_plan()
-        self.planned = None
-        if plan is None:
+        """What the engine does: as many launches as may be in flight, then the oldest lands."""
+        for _ in range(1 + self.ahead):
+            self.launch()
+        if not self.flight:
             assert not self.open
             return
-        self.counts["steps"] += 1
-        sampled = self.memory.run(self.plans, plan)
         if cancelled is not None:
-            self.counts["cancelled in a step"] += cancelled in [row.request_id for row in plan.rows]
+            self.counts["cancelled in a step"] += any(cancelled == row.request_id for row in self.flight[0][0].rows)
             self.forget(cancelled)
-        advanced = self.plans.update(plan, sampled)
-        assert [item.request_id for item in advanced] == [request for request in sampled if request in self.open]
-        for item in advanced:
+        self.land()
+
+    @precondition(lambda self: self.flight)
+    @rule()
+    def land(self) -> None:
+        plan, given = self.flight.popleft()
+        self.planned = None
+        advanced = land(self.plans, plan, given)
+        assert [item.request_id for item, _ in advanced] == [request for request in given if request in self.open]
+        self.counts["landed for nobody"] += len(given) - len(advanced)
+        for item, count in advanced:
             for choice in self.later.pop(item.request_id, []):
                 self.add(choice)
-            token = item.tokens[-1]
-            if len(item.tokens) == item.max_len or token % 29 in (0, 1):  # now and then an early end
-                self.end(item, failed=token % 29 == 1)
+            new = given[item.request_id][:count]
+            assert item.tokens[-count:] == new
+            assert all(token not in ENDS for token in new[:-1])
+            assert count == len(given[item.request_id]) or new[-1] in ENDS
+            self.counts["cut"] += count < len(given[item.request_id])
+            failed = any(token % 29 == 1 for token in new)  # which only the engine can know
+            if failed or len(item.tokens) == item.max_len or new[-1] in ENDS:
+                self.end(item, failed)
 
     def end(self, item: Sequence, failed: bool) -> None:
         pages = set(item.pages)
@@ -181,8 +240,8 @@ class Histories(RuleBasedStateMachine):
     def drain(self) -> None:
         """All end, and soon: the oldest that runs gets on in every step, and a late one stops the others once."""
         late = [choice for choices in self.later.values() for choice in choices]
-        limit = (1 + len(late)) * sum(item.max_len for item in [*self.open.values(), *late])
-        while self.open:
+        limit = (1 + len(late)) * (1 + self.ahead) * (1 + sum(item.max_len for item in [*self.open.values(), *late]))
+        while self.open or self.flight:
             self.advance()
             limit -= 1
             assert limit >= 0
@@ -202,7 +261,7 @@ class Histories(RuleBasedStateMachine):
         running = [item.request_id for item in self.plans.running]
         assert (waiting, running) == (sorted(waiting), sorted(running))
         assert sorted(waiting + running) == sorted(self.open)
-        assert not any(item.pages or item.num_computed for item in self.plans.waiting)
+        assert not any(item.pages or item.num_computed or item.pending for item in self.plans.waiting)
 
     def teardown(self) -> None:
         if hasattr(self, "plans"):
@@ -212,33 +271,28 @@ class Histories(RuleBasedStateMachine):
                 self.patch.undo()
 
 
-class ThreePages(Histories):
-    num_pages = 3
-    counts: ClassVar[Counter[str]] = Counter()
+def machine(pages: int, ahead: int, steps: int) -> type[Histories]:
+    name = f"Pages{pages}Ahead{ahead}Steps{steps}"
+    kept = {"num_pages": pages, "ahead": ahead, "most_steps": steps, "counts": Counter(), "__module__": __name__}
+    return type(name, (Histories,), kept)
 
 
-class EightPages(Histories):
-    num_pages = 8
-    counts: ClassVar[Counter[str]] = Counter()
+MODES = [(0, 1), (0, 4), (1, 1), (1, 4), (1, 8), (2, 8)]  # launches ahead, steps of a launch
+MACHINES = [machine(pages, *mode) for mode in MODES for pages in (3, 8, 60)]
 
 
-class ManyPages(Histories):
-    num_pages = 60
-    counts: ClassVar[Counter[str]] = Counter()
+@pytest.mark.parametrize("histories", MACHINES)
+def test_short_histories(histories: type[Histories]) -> None:
+    run_state_machine_as_test(histories, settings=settings(max_examples=100, stateful_step_count=40))
 
 
-OFTEN = settings(max_examples=100, stateful_step_count=40)
-for machine in (ThreePages, EightPages, ManyPages):
-    machine.TestCase.settings = OFTEN
-TestThreePages, TestEightPages, TestManyPages = ThreePages.TestCase, EightPages.TestCase, ManyPages.TestCase
-
-
-@pytest.mark.parametrize("histories", [ThreePages, EightPages, ManyPages])
+@pytest.mark.parametrize("histories", MACHINES)
 def test_ten_thousand_random_steps(histories: type[Histories]) -> None:
     """Hypothesis makes short histories, which it can shrink; these are long, so that much happens in them."""
-    histories.counts.clear()
+    counts = histories.counts
+    counts.clear()
     seed = 0
-    while histories.counts["steps"] < 10_000:
+    while counts["steps"] < 10_000:
         draw = random.Random(seed)
         machine = histories()
         machine.start(draw.randint(1, 5), draw.randint(1, 6), draw.randint(1, 16), prefix_cache=seed % 4 > 0)
@@ -251,14 +305,20 @@ def test_ten_thousand_random_steps(histories: type[Histories]) -> None:
         finally:
             machine.patch.undo()
         seed += 1
-    assert histories.counts["hits"] > 300
-    assert min(histories.counts[what] for what in ("ended", "failed", "cancelled in a step")) > 100
+    print(dict(counts))
+    assert counts["hits"] > 300
+    assert min(counts[what] for what in ("ended", "failed", "cancelled in a step")) > 100
     if histories.num_pages < 10:
-        assert histories.counts["stopped"] > 100
-        assert histories.counts["resumed from the cache"] > 40
+        assert counts["stopped"] > 100
+        assert counts["resumed from the cache"] > 40
+    if histories.ahead:
+        assert min(counts["ahead"], counts["landed for nobody"]) > 300
+    if histories.most_steps > 1:
+        assert counts["several steps"] > 300
+        assert counts["cut"] > 30
 
 
-MOVES = {"submit": 6, "step": 12, "cancel in a step": 1, "cancel": 1, "plan": 2}
+MOVES = {"submit": 6, "step": 12, "launch": 3, "land": 3, "cancel in a step": 1, "cancel": 1, "plan": 2, "recall": 0.2}
 
 
 def move(machine: Histories, draw: random.Random) -> None:
@@ -267,8 +327,14 @@ def move(machine: Histories, draw: random.Random) -> None:
         machine.step()
     elif kind == "plan":
         machine.plan()
+    elif kind == "launch":
+        machine.launch()
+    elif kind == "land" and machine.flight:
+        machine.land()
+    elif kind == "recall" and machine.flight:
+        machine.recall()
     elif kind == "submit" and len(machine.open) < MOST_OPEN:
-        params, choices = draw.choice([PLAIN, PLAIN, READING]), draw.choice([1, 1, 1, 3])
+        params, choices = draw.choice(PARAMS), draw.choice([1, 1, 1, 3])
         machine.submit(place, draw.randint(1, 14), draw.randint(1, 12), params, choices)
     elif kind == "cancel" and machine.open:
         machine.cancel(place)

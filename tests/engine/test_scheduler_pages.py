@@ -13,6 +13,7 @@ from tests.engine.scheduling import (
     scheduler,
     sequence,
     shape,
+    update,
 )
 from tests.engine.support import assert_conserved
 
@@ -300,7 +301,7 @@ def test_cancel_between_plan_and_update_drops_the_token_and_keeps_the_neighbour(
     sampled = do(plans, plan)
     plans.cancel(0)
     assert plans.pool.free == 16 - 1
-    assert plans.update(plan, sampled) == [kept]
+    assert update(plans, plan, sampled) == [kept]
     assert cancelled.tokens == alone([0, 1], 2)
     assert kept.tokens == alone([100, 101], 3)
     assert shape(plans.plan()) == [(1, 4, 1, 2, True)]
@@ -314,7 +315,7 @@ def test_cancel_of_all_between_plan_and_update() -> None:
     assert shape(plan) == [(0, 0, 8, 2, True)]
     assert plan is not None
     plans.cancel(0)
-    assert plans.update(plan, {0: 7}) == []
+    assert update(plans, plan, {0: [7]}) == []
     assert plans.pool.shareable == 0  # it was gone before its pages were said to be full
     assert shape(plans.plan()) == [(1, 0, 4, 1, True)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rooflight import SamplingParams
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 from rooflight.engine.text_stream import TextStream
 from rooflight.text import Tokenizer
 from tests.engine.support import ids_of, write_tokenizer

@@ -1,4 +1,4 @@
-"""The loop: schedule, run, sample, deliver. Requests in, chunks of text out."""
+"""The loop: plan, launch, land, deliver. Requests in, chunks of text out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from rooflight import ops
 from rooflight.engine.intake import Intake
+from rooflight.engine.launch import Launch
 from rooflight.engine.logprobs import prompt_logprobs
 from rooflight.engine.metrics import Metrics, Recorder
 from rooflight.engine.outputs import Chunk, FinishReason, TokenLogprobs
 from rooflight.engine.params import SamplingParams
-from rooflight.engine.plan import Row
+from rooflight.engine.plan import StepPlan
 from rooflight.engine.request import Group, OnChunk, Request
 from rooflight.engine.runner import Runner
-from rooflight.engine.sampler import sample
 from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.sequence import Sequence
 from rooflight.text.tokenizer import Tokenizer
 
 NOT_FINITE = "the model gave no finite logits (NaN, or all -inf)"
@@ -41,6 +42,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # those in the scheduler, by their own id
         self._groups: dict[int, list[Request]] = {}  # by the id that the caller knows, until all of one have ended
         self._empty: list[Request] = []  # for no tokens: nothing of them runs
+        self._launches: deque[tuple[StepPlan, list[Sequence], Launch]] = deque()  # in flight, the oldest first
         # A step that is interrupted, by Ctrl-C say, leaves what it had not delivered to the next one.
         self._due: deque[tuple[Request, TokenLogprobs | None, float]] = deque()
         self._chunks: list[tuple[int, Chunk]] = []
@@ -102,6 +104,8 @@ class Engine:
                 request.group.later = []
                 self._recorder.finished("abort")
                 chunks.append(request.last_chunk("", None, None, "abort", now))
+        if not self._requests:
+            self._recall()  # nobody waits for what is in flight
         return chunks
 
     def _drop_aborted(self) -> None:
@@ -123,9 +127,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> Iterator[tuple[int, Chunk]]:
-        """Run one step; yields (id, chunk) for every request that has something to show.
+        """Launch what the runner may have in flight, and land one launch; yields (id, chunk) for everything to show.
 
-        What the model raises is raised here and leaves all requests as they were. RuntimeError from within a callback.
+        What the model raises is raised here and leaves all requests as they were: launches in flight when one of them
+        fails, or is interrupted, are forgotten and done again. RuntimeError from within a callback.
         """
         if self._stepping:
             raise RuntimeError("a callback must not run the engine")
@@ -141,31 +146,69 @@ class Engine:
                     self._chunks.append((request.group.id, self._advance(request, report, now)))
             self._drop_aborted()
             self._finish_empty()
+            if not self._requests:
+                self._recall()
             chunks, self._chunks = self._chunks, []
             return iter(chunks)
         finally:
             self._stepping = False
 
     def _run(self) -> None:
-        """The model's part of a step: what it gave is due."""
-        plan = self.scheduler.plan()
-        if plan is None:
-            if self._requests:
+        """The model's part of a step: what a launch gave is due."""
+        try:
+            self._launch()
+            if self._launches:
+                self._land()
+            elif self._requests:
                 raise RuntimeError(f"{len(self._requests)} requests are open, but nothing of them can run")
-            return
-        sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
-        reading = {row.request_id: self._requests[row.request_id].group for row in plan.rows if row.every_logit}
-        logits = self.runner.run(plan)
-        if reading:
-            logits = _read_prompts(plan.rows, reading, logits)
-        tokens, reports = sample(logits, sampling) if sampling else ([], [])
+        except BaseException:
+            self._recall()
+            raise
+
+    def _launch(self) -> None:
+        """One launch, and as many more as the runner may have in flight."""
+        while len(self._launches) <= self.runner.ahead:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
+            try:
+                launch = self.runner.launch(plan, sampling)
+            except Exception:
+                if not self._launches:
+                    raise
+                break  # what is in flight comes first: this is tried again behind it, and then raises
+            self.scheduler.launched(plan)
+            self._launches.append((plan, sampling, launch))
+
+    def _land(self) -> None:
+        plan, sampling, launch = self._launches[0]
+        tokens, reports = launch.land()
+        self._read_prompts(plan, launch)
         now = time.perf_counter()
         self._drop_aborted()
-        advanced = self.scheduler.update(plan, {s.request_id: t for s, t in zip(sampling, tokens, strict=True)})
+        if not self._launches:  # those were all
+            return
+        advanced = self.scheduler.landed(plan, tokens)
+        self._launches.popleft()
         reported = {s.request_id: report for s, report in zip(sampling, reports, strict=True)}
-        requests = [self._requests[sequence.request_id] for sequence in advanced]
-        self._recorder.step(now, requests)
-        self._due.extend((request, reported[request.id], now) for request in requests)
+        gains = [(self._requests[sequence.request_id], count) for sequence, count in advanced]
+        self._recorder.step(now, plan.steps, gains)
+        self._due.extend((request, reported[request.id], now) for request, count in gains for _ in range(count))
+
+    def _recall(self) -> None:
+        """Forget what is in flight."""
+        self.scheduler.recall()
+        self._launches.clear()
+
+    def _read_prompts(self, plan: StepPlan, launch: Launch) -> None:
+        """Take down log-probabilities of prompts."""
+        reading = [row for row in plan.rows if row.every_logit]
+        for row, logits in zip(reading, launch.prompt_logits, strict=True):
+            group = self._requests[row.request_id].group
+            begin, end = row.start + 1, min(row.start + 1 + len(row.tokens), len(group.prompt))
+            wanted, found = group.params.prompt_logprobs or 0, group.prompt_logprobs or []
+            found[begin:end] = prompt_logprobs(logits[: end - begin], group.prompt[begin:end], wanted)
 
     def _finish_empty(self) -> None:
         """Requests for no tokens at all end before they run."""
@@ -178,18 +221,19 @@ class Engine:
                 self._drop_aborted()
 
     def _advance(self, request: Request, report: TokenLogprobs | None, now: float) -> Chunk:
-        """Deliver the token that a sequence just got, and end its request if it must."""
+        """Deliver the next token that a sequence got, and end its request if it must."""
         self._begin_later(request.group)
         sequence = request.sequence
-        token = sequence.tokens[-1]
-        if token == ops.NO_TOKEN or sequence.params.max_tokens == 0:  # the latter ran for its prompt's sake
-            sequence.tokens.pop()
+        token = sequence.tokens[sequence.num_prompt + request.shown]
+        shows = token != ops.NO_TOKEN and sequence.params.max_tokens > 0  # or it ran for its prompt's sake
+        if shows:
+            request.shown += 1
+            self._recorder.token()
         try:
             chunk = self._chunk(request, token, report, now)
         except Exception as error:  # whatever a tokenizer raises ends with the request it is about
             request.error = request.error or _described(error)
-            last = token if sequence.num_generated else None
-            chunk = self._end(request, "", last, report, "error", now)
+            chunk = self._end(request, "", token if shows else None, report, "error", now)
         return self._deliver(request, chunk, now)
 
     def _begin_later(self, group: Group) -> None:
@@ -212,7 +256,7 @@ class Engine:
         text, stopped = ("", False) if ended else stream.add(sequence, token)
         if stopped:
             return self._end(request, text, token, report, "stop", now)
-        if not ended and len(sequence.tokens) < sequence.max_len:
+        if not ended and sequence.num_prompt + request.shown < sequence.max_len:
             return request.chunk(text, token, report)
         rest, stopped = stream.finish()
         return self._end(request, text + rest, token, report, "stop" if ended or stopped else "length", now)
@@ -253,23 +297,6 @@ class Engine:
             del self._groups[group.id]
         self._recorder.finished(reason)
         return request.last_chunk(text, token, report, reason, now)
-
-
-def _read_prompts(rows: tuple[Row, ...], reading: dict[int, Group], logits: torch.Tensor) -> torch.Tensor:
-    """Take down log-probabilities of prompts; the logits that are left are those to sample from."""
-    kept: list[int] = []
-    place = 0
-    for row in rows:
-        group = reading.get(row.request_id)
-        if group is not None and group.prompt_logprobs is not None:
-            begin, end = row.start + 1, min(row.start + 1 + len(row.tokens), len(group.prompt))
-            of_row = logits[place : place + end - begin]
-            wanted = group.params.prompt_logprobs or 0
-            group.prompt_logprobs[begin:end] = prompt_logprobs(of_row, group.prompt[begin:end], wanted)
-        place += row.num_logits
-        if row.samples:
-            kept.append(place - 1)
-    return logits[torch.tensor(kept, dtype=torch.int64, device=logits.device)]
 
 
 def _described(error: Exception) -> str:

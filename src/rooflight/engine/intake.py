@@ -10,7 +10,7 @@ from dataclasses import replace
 from rooflight.engine.params import SamplingParams, choice_seed
 from rooflight.engine.request import Group, OnChunk, Request
 from rooflight.engine.scheduler import Scheduler
-from rooflight.engine.scheduler import Sequence as Running
+from rooflight.engine.sequence import Sequence as Running
 from rooflight.engine.text_stream import TextStream
 from rooflight.text.tokenizer import Tokenizer
 

@@ -75,9 +75,12 @@ class LLM:
         )
         self.max_model_len = plan.max_model_len
         cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, torch.device(device))
-        scheduler = Scheduler(plan.num_pages, page_size, max_num_seqs, max_num_batched_tokens, prefix_cache)
+        runner = Runner(self.decoder, cache, plan.max_model_len)
+        scheduler = Scheduler(
+            plan.num_pages, page_size, max_num_seqs, max_num_batched_tokens, prefix_cache, runner.most_steps
+        )
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
-        self.engine = Engine(Runner(self.decoder, cache, plan.max_model_len), scheduler, self.tokenizer, ends)
+        self.engine = Engine(runner, scheduler, self.tokenizer, ends)
         self.claimed = False  # by an AsyncEngine, whose thread alone may run it then
         self._inboxes: dict[int, deque[Chunk]] = {}  # per open request: chunks that its reader has not taken yet
 

@@ -10,7 +10,6 @@ from threading import RLock
 
 from rooflight.engine.request import Request
 from rooflight.engine.scheduler import Scheduler
-from rooflight.ops import NO_TOKEN
 
 WINDOW_S = 10.0  # over which tokens a second are counted
 KEPT = 1000  # requests and tokens whose times percentiles are taken of
@@ -43,7 +42,7 @@ class Metrics:
     that can be shared; a page may be both. submitted, finished (by reason): sequences, n of a request with n. steps,
     preemptions; prompt_tokens, of which cached_tokens came from the prefix cache; generated_tokens: since the start.
     tokens_per_second: generated in the last ten seconds. first_token: from submission, seconds. per_token: between one
-    token of a sequence and the next, seconds.
+    token of a sequence and the next, seconds; the tokens of one launch, which come together, share its time.
     """
 
     waiting: int
@@ -72,7 +71,7 @@ class Recorder:
         self._finished: Counter[str] = Counter()
         self._first: deque[float] = deque(maxlen=KEPT)
         self._between: deque[float] = deque(maxlen=KEPT)
-        self._lately: deque[tuple[float, int]] = deque()  # end of a step, tokens that it gave
+        self._lately: deque[list[float]] = deque()  # when a launch landed, tokens that were delivered since
 
     def submitted(self, sequences: int) -> None:
         with self._lock:
@@ -82,24 +81,29 @@ class Recorder:
         with self._lock:
             self._finished[reason] += 1
 
-    def step(self, now: float, requests: Sequence[Request]) -> None:
-        """A step ended and gave each of these a token, or found that there is none for it."""
+    def step(self, now: float, steps: int, gains: Sequence[tuple[Request, int]]) -> None:
+        """A launch of so many steps landed. It gave each of these so many tokens, or found that there is none."""
         with self._lock:
-            self._steps += 1
-            before = self._generated
-            for request in requests:
+            self._steps += steps
+            for request, tokens in gains:
                 sequence = request.sequence
                 if request.first_token:
-                    self._between.append(now - request.last_token)
+                    self._between.extend([(now - request.last_token) / tokens] * tokens)
                 else:
                     request.first_token = now
                     self._prompt += sequence.num_prompt
                     self._cached += sequence.num_cached
                     self._first.append(now - request.submitted)
                 request.last_token = now
-                self._generated += sequence.tokens[-1] != NO_TOKEN and sequence.params.max_tokens > 0
-            self._lately.append((now, self._generated - before))
+            self._lately.append([now, 0])
             self._forget(now)
+
+    def token(self) -> None:
+        """A token is delivered."""
+        with self._lock:
+            self._generated += 1
+            if self._lately:
+                self._lately[-1][1] += 1
 
     def _forget(self, now: float) -> None:
         while self._lately and self._lately[0][0] < now - WINDOW_S:
@@ -109,7 +113,7 @@ class Recorder:
         now = time.perf_counter()
         with self._lock:
             self._forget(now)
-            lately = list(self._lately)
+            lately = [(when, tokens) for when, tokens in self._lately]
             first, between, finished = list(self._first), list(self._between), dict(self._finished)
             counts = self._submitted, self._steps, self._prompt, self._cached, self._generated
         submitted, steps, prompt, cached, generated = counts

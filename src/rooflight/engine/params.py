@@ -133,7 +133,7 @@ class SamplingParams:
         if highest >= vocab_size:
             raise ValueError(f"logit_bias must have token ids below {vocab_size}, was one with {highest}")
 
-    # The next three are asked for at every token, so they are worked out once.
+    # The next four are asked for at every token, so they are worked out once.
 
     @cached_property
     def filters(self) -> tuple[float, float, float, int]:
@@ -152,6 +152,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether a penalty or a bias is on."""
         return self.penalties != (1, 0, 0) or len(self.logit_bias) > 0
+
+    @cached_property
+    def needs_host(self) -> bool:
+        """Whether the host helps to draw every token: it changes the logits, by all tokens so far, or reads them."""
+        return self.changes_logits or self.logprobs is not None
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rooflight.engine.outputs import Chunk, Completion, FinishReason, Timing, TokenLogprobs
 from rooflight.engine.params import SamplingParams
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 from rooflight.engine.text_stream import TextStream
 
 OnChunk = Callable[[Chunk], object]
@@ -37,6 +37,7 @@ class Request:
     submitted: float  # seconds, by time.perf_counter
     first_token: float = 0.0
     last_token: float = 0.0
+    shown: int = 0  # tokens that have been delivered: the sequence may have more, of which no one knows yet
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
@@ -61,7 +62,7 @@ class Request:
         prompt_logprobs = self.group.prompt_logprobs
         completion = Completion(
             text="".join(self.text),
-            token_ids=tuple(sequence.tokens[sequence.num_prompt :]),
+            token_ids=tuple(sequence.tokens[sequence.num_prompt : sequence.num_prompt + self.shown]),
             prompt_token_ids=tuple(sequence.tokens[: sequence.num_prompt]),
             finish_reason=reason,
             timing=Timing((self.first_token or now) - self.submitted, now - self.submitted),

@@ -17,10 +17,12 @@ import torch
 from rooflight import ops
 from rooflight.engine.logprobs import token_logprobs
 from rooflight.engine.outputs import TokenLogprobs
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 
 
-def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> tuple[list[int], list[TokenLogprobs | None]]:
+def sample(
+    logits: torch.Tensor, sequences: Many[Sequence], positions: Many[int] | None = None
+) -> tuple[list[int], list[TokenLogprobs | None]]:
     """logits (len(sequences), vocab_size) FP32 -> what `sample_tokens` gives, and log-probabilities where asked for.
 
     None for a sequence that did not ask, or got no token. `logits` may be changed in place.
@@ -28,20 +30,22 @@ def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> tuple[list[int], 
     reports: list[TokenLogprobs | None] = [None] * len(sequences)
     asking = [(row, k) for row, s in enumerate(sequences) if (k := s.params.logprobs) is not None]
     if not asking:
-        return sample_tokens(logits, sequences), reports
+        return sample_tokens(logits, sequences, positions), reports
     rows, counts = zip(*asking, strict=True)
     raw = logits[_tensor(rows, logits)]
-    tokens = sample_tokens(logits, sequences)
+    tokens = sample_tokens(logits, sequences, positions)
     for row, report in zip(rows, token_logprobs(raw, [tokens[row] for row in rows], counts), strict=True):
         reports[row] = report
     return tokens, reports
 
 
-def sample_tokens(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
+def sample_tokens(logits: torch.Tensor, sequences: Many[Sequence], positions: Many[int] | None = None) -> list[int]:
     """logits (len(sequences), vocab_size) FP32 -> token ids; `ops.NO_TOKEN` for a row without a distribution.
 
     The draw of a sequence depends on its logits, its seed and its tokens, and on nothing else. `logits` may be changed
     in place. The ids of a logit_bias must be in the vocabulary (`SamplingParams.check_vocabulary`).
+    positions: of the tokens to draw; None: each behind those that its sequence has. Without penalties and bans only the
+    position counts, and the sequence's tokens may be those of some steps ago.
     """
     penalised = [row for row, s in enumerate(sequences) if s.params.changes_logits]
     if penalised:
@@ -53,7 +57,7 @@ def sample_tokens(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
         return ops.sample(logits, floats, ints.int(), floats, floats, ints, ints).tolist()
     heats, top_ps, min_ps, top_ks = zip(*[s.params.filters for s in sequences], strict=True)
     floats = _tensor((heats, top_ps, min_ps), logits, np.float32)
-    ints = _tensor((top_ks, [s.seed for s in sequences], [len(s.tokens) for s in sequences]), logits)
+    ints = _tensor((top_ks, [s.seed for s in sequences], positions or [len(s.tokens) for s in sequences]), logits)
     picks = ops.sample(logits, floats[0], ints[0].int(), floats[1], floats[2], ints[1], ints[2])
     return picks.tolist()
 

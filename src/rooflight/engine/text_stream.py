@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooflight.engine.scheduler import Sequence
+from rooflight.engine.sequence import Sequence
 from rooflight.text.detokenizer import Detokenizer
 from rooflight.text.stops import StopStrings
 from rooflight.text.tokenizer import Tokenizer
