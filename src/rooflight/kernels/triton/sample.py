@@ -238,7 +238,8 @@ def _draw(
             )  # fmt: skip
             total, before = total * 0.0, begin
             for start in range(0, stop, TILE):
-                x, _token, inside = read(x_ptr, found_x_ptr, found_token_ptr, start + tl.arange(0, TILE), stop, gathered)
+                place = start + tl.arange(0, TILE)
+                x, _token, inside = read(x_ptr, found_x_ptr, found_token_ptr, place, stop, gathered)
                 weight, equals = kept(x, inside, before, low, high, ties, floor, peak, heat)
                 total += tl.sum(weight, 0)
                 before += equals
