@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from rooflight.engine.core import Engine
+from rooflight.engine.graph_runner import GraphRunner
 from rooflight.engine.kv_cache import KVCache
-from rooflight.engine.memory import plan_cache
+from rooflight.engine.memory import plan_cache, working_bytes
 from rooflight.engine.outputs import Chunk, Completion
 from rooflight.engine.params import SamplingParams, whole
 from rooflight.engine.request import Request
@@ -21,6 +23,10 @@ from rooflight.engine.runner import Runner
 from rooflight.engine.scheduler import Scheduler
 from rooflight.models.load import load_model
 from rooflight.text.tokenizer import Tokenizer
+
+# On a CPU, on a GPU: what fits a step without anybody waiting long for it.
+MOST_SEQS = 64, 256
+MOST_TOKENS = 512, 8192
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -32,8 +38,9 @@ class LLM:
     model: a Hugging Face folder, a .gguf file, a hub name, "random:<preset>" or None for the embedded default.
     dtype: "auto" (the file's), "fp32", "bf16", "fp16" or a torch dtype. device: "auto" (a GPU if there is one).
     max_model_len: most tokens of prompt and answer together. num_pages, page_size: the KV pool, allocated once.
-    max_num_seqs: most sequences that run together, and no more than a step has tokens. max_num_batched_tokens: most
-    tokens of a step, those of prompts and of running sequences together. prefix_cache: prompts that begin alike share
+    max_num_seqs: most sequences that run together, and no more than a step has tokens (default: 64, on a GPU 256).
+    max_num_batched_tokens: most tokens of a step, those of prompts and of running sequences together (default: 512, on
+    a GPU 8192). prefix_cache: prompts that begin alike share
     pages of the KV pool.
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
     On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
@@ -50,35 +57,47 @@ class LLM:
         max_model_len: int | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         prefix_cache: bool = True,
         skip_tokenizer: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        whole("max_num_seqs", max_num_seqs, 1, None)
-        whole("max_num_batched_tokens", max_num_batched_tokens, 1, None)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        on_gpu = str(device).startswith("cuda")
+        max_num_seqs = MOST_SEQS[on_gpu] if max_num_seqs is None else max_num_seqs
+        most_tokens = MOST_TOKENS[on_gpu] if max_num_batched_tokens is None else max_num_batched_tokens
+        whole("max_num_seqs", max_num_seqs, 1, None)
+        whole("max_num_batched_tokens", most_tokens, 1, None)
+        begin = time.perf_counter()
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+        self.start_seconds = {"weights": time.perf_counter() - begin}
         self.config = loaded.config
         self.decoder = loaded.decoder
         self.tokenizer = None if skip_tokenizer else _tokenizer(loaded.tokenizer_files)
         kv_dtype = self.decoder.embed.dtype
+        place = torch.device(device)
         plan = plan_cache(
             self.config,
             kv_dtype,
-            torch.device(device),
+            place,
             max_model_len=max_model_len,
             num_pages=num_pages,
             page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            working=working_bytes(self.config, kv_dtype, max_num_seqs, most_tokens) if on_gpu else 0,
         )
         self.max_model_len = plan.max_model_len
-        cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, torch.device(device))
+        cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, place)
+        most_seqs = min(max_num_seqs, most_tokens)
+        self.graph_buckets: tuple[int, ...] = ()
         runner = Runner(self.decoder, cache, plan.max_model_len)
-        scheduler = Scheduler(
-            plan.num_pages, page_size, max_num_seqs, max_num_batched_tokens, prefix_cache, runner.most_steps
-        )
+        if on_gpu:
+            graphs = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens)
+            runner, self.graph_buckets = graphs, tuple(graphs.buckets)
+            self.start_seconds |= graphs.seconds
+        scheduler = Scheduler(plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(runner, scheduler, self.tokenizer, ends)
         self.claimed = False  # by an AsyncEngine, whose thread alone may run it then

@@ -13,6 +13,7 @@ from rooflight.models.config import ModelConfig
 
 CPU_CONTEXT = 8192  # a longer default context would reserve gigabytes nobody asked for
 SHARE = 0.9  # of the memory that is free after the weights
+GPU_FIXED = 3 << 30  # bytes: graphs, kernels, the matrix library's workspace
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -41,6 +42,16 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf(free) * os.sysconf("SC_PAGE_SIZE")
 
 
+def working_bytes(config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """What a step on a GPU needs beside weights and cache: logits of all sequences, activations, graphs, libraries.
+
+    Generous: a pool that leaves too little fails at the first full batch, hours after it was made.
+    """
+    logits = max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
+    widths = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+    return logits + max_num_batched_tokens * widths * dtype.itemsize + GPU_FIXED
+
+
 def plan_cache(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -49,11 +60,14 @@ def plan_cache(
     max_model_len: int | None = None,
     num_pages: int | None = None,
     page_size: int = 16,
+    max_num_seqs: int = 1,
+    working: int = 0,
 ) -> CachePlan:
     """Default: the model's context (at most 8192 tokens on a CPU), and pages for one request that fills it.
 
-    Raises ValueError, with both numbers, for a context beyond the model's and for a cache that does not fit into
-    the memory that is free.
+    On a GPU: for max_num_seqs such requests, or as many as there is memory for beside `working` bytes. Raises
+    ValueError, with both numbers, for a context beyond the model's and for a cache that does not fit into the memory
+    that is free.
     """
     context = config.max_position_embeddings
     whole("page_size", page_size, 1, None)
@@ -62,13 +76,18 @@ def plan_cache(
     whole("max_model_len", max_model_len, 1, None)
     if max_model_len > context:
         raise ValueError(f"max_model_len must be from 1 to the model's context of {context}, was {max_model_len}")
+    page, free = page_size * config.kv_bytes_per_token(dtype), free_bytes(device)
+    room = int(SHARE * free) - working
     if num_pages is None:
         num_pages = -(-max_model_len // page_size)
+        if device.type == "cuda":
+            num_pages = max(num_pages, min(max_num_seqs * num_pages, room // page))
     whole("num_pages", num_pages, 1, None)
-    need, free = num_pages * page_size * config.kv_bytes_per_token(dtype), free_bytes(device)
-    if need > SHARE * free:
+    need = num_pages * page
+    if need > room:
+        beside = f", of which {working / 1e9:.2f} GB are for the steps themselves" if working else ""
         raise ValueError(
             f"max_model_len or num_pages must be smaller: a KV cache of {num_pages} pages of {page_size} tokens takes "
-            f"{need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on {device}"
+            f"{need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on {device}" + beside
         )
     return CachePlan(max_model_len, num_pages, page_size, need)

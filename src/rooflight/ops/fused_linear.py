@@ -269,3 +269,6 @@ LINEAR_ADD_ = _define(
     check=_check_add,
     workloads=_workloads(("o", 2048, 1024), ("down", 3072, 1024)),
 )
+# A weight packed for a CPU has a dispatch key of its own; the product inside chooses by it.
+for _operator in (RMS_NORM_LINEAR, RMS_NORM_SWIGLU, LINEAR_ADD_):
+    _operator.implement("ref", _operator.reference, "MkldnnCPU")

@@ -45,6 +45,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     Returns a new opaque tensor that only `linear` understands, or the weight itself where PyTorch has no packed
     product for it (another device, FP16 or FP64, a build without oneDNN).
     """
+    if weight.is_mkldnn:
+        return weight  # packed already
     packable = weight.device.type == "cpu" and weight.numel() > 0 and torch.backends.mkldnn.is_available()
     if weight.dtype == torch.bfloat16:
         packable = packable and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,0 +1,171 @@
+"""Runs plans on a GPU without waiting for it: CUDA graphs for decoding and short prompts, the sampler on the device.
+
+A launch writes its numbers into pinned memory, asks for one copy, a graph and a copy back, and returns. The next launch
+is planned and asked for while this one runs: tokens that the host has not seen yet are taken on the device.
+
+    decode    graphs of one and of `most_steps` steps for each number of rows in `buckets`, padded up to it
+    prompts   graphs for up to `PROMPT_TOKENS[-1]` tokens of `PROMPT_ROWS` sequences; longer ones kernel by kernel
+    the rest  penalties, biases, log-probabilities: as on a CPU, with the host
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rooflight.engine.kv_cache import KVCache
+from rooflight.engine.launch import Landed, Launch
+from rooflight.engine.plan import StepPlan
+from rooflight.engine.runner import Runner
+from rooflight.engine.sequence import Sequence
+from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch
+from rooflight.engine.upload import Arrival, Download
+from rooflight.models.decoder import Decoder
+
+MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
+PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
+PROMPT_ROWS = 8  # of a captured prompt step: as many rows as the head's kernel takes at the price of one
+
+
+class InFlight:
+    """A launch whose tokens arrive. gets: for each row that samples, how many."""
+
+    prompt_logits: Many[torch.Tensor] = ()
+
+    def __init__(self, arrival: Arrival, gets: list[int]) -> None:
+        self._arrival, self._gets = arrival, gets
+
+    def land(self) -> Landed:
+        tokens = self._arrival.wait()
+        return [tokens[:many, row].tolist() for row, many in enumerate(self._gets)], [None] * len(self._gets)
+
+
+class GraphRunner(Runner):
+    """See the module text. seconds: what starting took, by part. `graphs=False` runs the same steps one by one."""
+
+    ahead = 1
+    most_steps = MOST_STEPS
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        graphs: bool = True,
+    ) -> None:
+        super().__init__(decoder, cache, max_model_len)
+        decoder.recipe = replace(decoder.recipe, projections=True)
+        self.model = Model(decoder, cache, max_model_len, max_num_seqs)
+        self.buckets = buckets(max_num_seqs)
+        self.seconds: dict[str, float] = {}
+        most_prompts = max(max_num_seqs, PROMPT_ROWS)
+        with torch.inference_mode():
+            self._decode = {rows: DecodeBatch(self.model, rows, self.most_steps) for rows in self.buckets}
+            self._prompt_buckets = [tokens for tokens in PROMPT_TOKENS if tokens <= max_num_batched_tokens]
+            self._prompts = {tokens: PromptBatch(self.model, tokens, PROMPT_ROWS) for tokens in self._prompt_buckets}
+            self._long_prompts = PromptBatch(self.model, max_num_batched_tokens, most_prompts)
+        self._down = Download(self.most_steps, most_prompts, self.device)
+        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+        if graphs:
+            self._capture_all()
+
+    def launch(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
+        if plan.needs_host:
+            return self._with_host(plan, sampling)
+        gets = [plan.gets(row) for row in plan.rows if row.samples]
+        with torch.inference_mode():
+            return InFlight(
+                self._ask_decode(plan, sampling) if plan.is_decode else self._ask_prompts(plan, sampling), gets
+            )
+
+    def _with_host(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
+        launch = super().launch(plan, sampling)
+        tokens, _ = launch.land()
+        for row, given in zip((row for row in plan.rows if row.samples), tokens, strict=True):
+            self.model.last_tokens[row.place] = given[-1]
+        return launch
+
+    def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
+        batch = self._decode[_fitting(self.buckets, len(plan.rows))]
+        batch.write(plan.rows, sampling)
+        out = self._down.begin()[:, : batch.rows]
+        many = self.most_steps if plan.steps == self.most_steps else 1
+        for first in range(0, plan.steps, many):
+            self._replay(("decode", batch.rows, many), partial(_decode_steps, batch, many))
+            out[first : first + many].copy_(batch.history[:many], non_blocking=True)
+        return self._down.end()
+
+    def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        captured = tokens <= (self._prompt_buckets or [0])[-1] and len(plan.rows) <= PROMPT_ROWS
+        batch = self._prompts[_fitting(self._prompt_buckets, tokens)] if captured else self._long_prompts
+        size = batch.write(plan.rows, sampling)
+        if captured:
+            size = batch.tokens, batch.rows, batch.rows
+            self._replay(("prompt", *size[:2]), partial(batch.step, *size))
+        else:
+            batch.step(*size)
+        self._down.begin()[:1, : batch.rows].copy_(batch.drawn, non_blocking=True)
+        return self._down.end()
+
+    def _replay(self, key: tuple[str, int, int], step: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is None:
+            step()
+        else:
+            graph.replay()
+
+    def _capture_all(self) -> None:
+        """Every graph there may be a use for; none is made while requests wait."""
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            for tokens, prompt in reversed(self._prompts.items()):
+                size = tokens, prompt.rows, prompt.rows
+                self._capture(("prompt", *size[:2]), partial(prompt.step, *size), pool)
+            for rows, batch in reversed(self._decode.items()):
+                for many in (1, self.most_steps):
+                    self._capture(("decode", rows, many), partial(_decode_steps, batch, many), pool)
+
+    def _capture(self, key: tuple[str, int, int], step: Callable[[], None], pool: Any) -> None:
+        begin = time.perf_counter()
+        if key[0] == "prompt" or key[2] == 1:  # kernels are compiled and loaded, and libraries made ready, outside
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+        between = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        self._graphs[key] = graph
+        self._count(f"first {key[0]} steps", between - begin)
+        self._count(f"{key[0]} graphs", time.perf_counter() - between)
+
+    def _count(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+
+def buckets(most: int) -> list[int]:
+    """Numbers of rows that have graphs: powers of two, and the most there may be."""
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+
+def _fitting(sizes: Many[int], size: int) -> int:
+    return sizes[bisect_left(sizes, size)]
+
+
+def _decode_steps(batch: DecodeBatch, many: int) -> None:
+    batch.begin()
+    for index in range(many):
+        batch.step(index)

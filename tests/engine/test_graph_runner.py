@@ -1,0 +1,159 @@
+"""The runner of a GPU: static buffers, several steps a launch, the sampler on the device.
+
+Without a GPU the same steps run one by one, by the references; with one, in graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rooflight import LLM, SamplingParams
+from rooflight.engine.core import Engine
+from rooflight.engine.graph_runner import GraphRunner, buckets
+from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.upload import TURNS, Upload
+from tests.engine.support import assert_idle, prompt_ids
+
+Checkpoints = Callable[..., tuple[Path, Any]]
+CPU = torch.device("cpu")
+
+
+def build(folder: Path, graphs: bool = False, **options: Any) -> LLM:
+    """An LLM whose runner is the GPU's, on whatever device the options say."""
+    llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, **options)
+    if isinstance(llm.engine.runner, GraphRunner):
+        return llm
+    old = llm.engine
+    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, graphs)
+    scheduler = Scheduler(400, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps)
+    llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Checkpoints) -> Path:
+    return checkpoints("qwen3", max_position_embeddings=1024)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    return LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, max_num_batched_tokens=64, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> LLM:
+    return build(folder, device="cpu")
+
+
+def mixed(count: int = 9) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [prompt_ids(length, seed=length) for length in (1, 3, 4, 5, 17, 40, 70, 90, 8)[:count]]
+    options = [
+        SamplingParams(12 + 3 * (i % 4), temperature=0.9 * (i % 2), top_k=20 * (i % 3), seed=i, ignore_eos=True)
+        for i in range(count)
+    ]
+    return prompts, options
+
+
+def test_tokens_equal_the_plain_runner(plain: LLM, ahead: LLM) -> None:
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+    assert_idle(ahead)
+
+
+def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:
+    """Requests that need the host beside others that do not, and their log-probabilities."""
+    prompts, options = mixed(5)
+    options[1] = SamplingParams(max_tokens=10, repetition_penalty=1.3, logprobs=2, ignore_eos=True)
+    options[3] = SamplingParams(max_tokens=10, min_tokens=4, prompt_logprobs=1)
+    expected, got = plain.generate(prompts, options), ahead.generate(prompts, options)
+    assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    for one, other in zip(got[1].logprobs or (), expected[1].logprobs or (), strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_end_tokens_in_the_middle_of_a_launch(plain: LLM, ahead: LLM) -> None:
+    prompt = prompt_ids(6)
+    answer = plain.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids
+    stop = SamplingParams(max_tokens=20, stop_token_ids=[answer[5]], ignore_eos=True)
+    expected = plain.generate([prompt], stop)[0]
+    got = ahead.generate([prompt], stop)[0]
+    assert (got.token_ids, got.finish_reason) == (expected.token_ids, "stop")
+    assert_idle(ahead)
+
+
+def test_a_page_is_never_written_by_who_does_not_own_it(folder: Path) -> None:
+    """BR-068: three and five requests in batches of four and eight; every other byte of the cache is as before."""
+    llm = build(folder, device="cpu", prefix_cache=False)
+    runner = llm.engine.runner
+    for count in (3, 5):
+        runner.cache.data.fill_(float("nan"))
+        prompts, options = mixed(count)
+        llm.generate(prompts, options)
+        taken = sum(-(-(len(p) + o.max_tokens - 1) // 4) for p, o in zip(prompts, options, strict=True))
+        written = ~runner.cache.data.isnan().all(-1).all(-1).all(-1)  # (layers, 2, pages)
+        assert int(written.any(0).any(0).sum()) <= taken
+        slots = (~runner.cache.data[0, 0, :, 0, :, 0].isnan()).sum()
+        assert int(slots) == sum(len(p) + o.max_tokens - 1 for p, o in zip(prompts, options, strict=True))
+
+
+def test_buckets_are_powers_of_two_and_the_most() -> None:
+    assert buckets(1) == [1]
+    assert buckets(8) == [1, 2, 4, 8]
+    assert buckets(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
+def test_an_upload_keeps_its_columns_apart() -> None:
+    upload = Upload({"a": ((3,), torch.int64), "b": ((2, 2), torch.int32), "c": ((1,), torch.float32)}, CPU)
+    for turn in range(TURNS + 1):
+        host = upload.begin()
+        host["a"][:], host["b"][:], host["c"][:] = turn, [[1, 2], [3, turn]], turn / 2
+        upload.send()
+        assert upload.device["a"].tolist() == [turn] * 3
+        assert upload.device["b"].tolist() == [[1, 2], [3, turn]]
+        assert upload.device["c"].tolist() == [turn / 2]
+    assert all(tensor.data_ptr() % 16 == upload.device["a"].data_ptr() % 16 for tensor in upload.device.values())
+
+
+def test_the_host_writes_elsewhere_while_a_copy_waits() -> None:
+    upload = Upload({"a": ((1,), torch.int64)}, CPU)
+    places = {upload.begin()["a"].ctypes.data for _ in range(2 * TURNS)}
+    assert len(places) == TURNS
+    assert isinstance(upload.begin()["a"], np.ndarray)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_graphs_equal_single_steps(folder: Path, dtype: str) -> None:
+    """The same kernels, captured and not: the same tokens, whatever is padded."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    captured = build(folder, **options)
+    single = build(folder, **options)
+    runner = GraphRunner(single.decoder, single.engine.runner.cache, 200, 16, 64, graphs=False)
+    single.engine.runner = runner
+    for count in (1, 3, 5, 9):
+        prompts, params = mixed(count)
+        expected = [c.token_ids for c in single.generate(prompts, params)]
+        assert [c.token_ids for c in captured.generate(prompts, params)] == expected
+    assert_idle(captured)
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated_and_nobody_waits_while_decoding(folder: Path) -> None:
+    llm = build(folder, device="cuda", max_num_seqs=4)
+    prompt, params = [prompt_ids(5)], SamplingParams(max_tokens=150, ignore_eos=True)
+    llm.generate(prompt, params)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(7):
+            llm.generate(prompt, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
