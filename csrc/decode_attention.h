@@ -25,7 +25,6 @@ struct DecodeAttention {
   CacheStrides k_strides, v_strides;
   float scale = 0.0f;
   int num_seqs = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, page_size = 0, window = 0;
-  int page_shift = -1;  // of a page_size that is a power of two
   bool aligned = true;  // everything to 16 bytes
   int splits = 0;       // parts of a sequence at most, a power of two up to 16; 0: by the rule
   Dtype dtype = Dtype::kBFloat16;

@@ -71,9 +71,6 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.head_dim = static_cast<int>(head_dim);
   a.page_size = static_cast<int>(page_size);
   a.window = static_cast<int>(window);
-  if ((page_size & (page_size - 1)) == 0) {
-    for (a.page_shift = 0; (int64_t{1} << a.page_shift) < page_size;) ++a.page_shift;
-  }
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
   return {out, lse};

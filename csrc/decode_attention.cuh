@@ -1,0 +1,192 @@
+// What the kernels of decode attention share: how a lane's part of a head is laid out, and how parts of a softmax meet.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "common/launch.cuh"
+#include "common/pack.cuh"
+#include "decode_attention.h"
+
+namespace rooflight {
+
+constexpr int kLeastPart = 64;  // keys a block should have before another one is asked to help
+constexpr unsigned kAll = 0xffffffffu;
+
+// G query heads of one KV head go through a warp together; kLanes lanes share a token, kSide tokens stand side by side.
+template <typename T, int D, int G>
+struct Layout {
+  static constexpr int kElements = 16 / sizeof(T);  // of one load
+  static constexpr int kChunks = D / kElements;     // loads of a token
+  static constexpr int chunks_a_lane() {
+    int chunks = 32 / (G * kElements);  // 32 accumulators a lane, or more if one load is already more
+    chunks = chunks < 1 ? 1 : chunks > 4 ? 4 : chunks;
+    while ((kChunks + chunks - 1) / chunks > 32) chunks *= 2;
+    return chunks;
+  }
+  static constexpr int lanes() {
+    int lanes = 1;
+    while (lanes * chunks_a_lane() < kChunks) lanes *= 2;
+    return lanes;
+  }
+  static constexpr int kLanes = lanes();
+  static constexpr int kOwn = (kChunks + kLanes - 1) / kLanes;  // loads of a lane for a token
+  static constexpr int kSide = 32 / kLanes;
+  static constexpr int kValues = kOwn * kElements;  // of a head that a lane has
+  static constexpr bool kFull = kChunks % kLanes == 0;
+};
+
+__device__ __forceinline__ float weight_of(float score, float peak) {
+  return peak == -INFINITY ? (score == -INFINITY ? 0.0f : score) : exp2f(score - peak);  // NaN goes on
+}
+
+// One state of online softmax absorbs another: peaks in base 2, sums and outputs relative to them.
+__device__ __forceinline__ float share(float peak, float merged) {
+  return peak == -INFINITY ? 0.0f : exp2f(peak - merged);
+}
+
+// Which keys a block has. Parts are multiples of `turn` keys, as many as there are keys for.
+struct Part {
+  int begin, end, count;
+};
+
+__device__ __forceinline__ Part part_of(int start, int length, int turn, int index, int most) {
+  const int count = min(most, max(1, (length - start + kLeastPart - 1) / kLeastPart));
+  const int size = ((length - start + count - 1) / count + turn - 1) / turn * turn;
+  const int begin = start + index * size;
+  return {begin, min(length, begin + size), count};
+}
+
+// What a warp has of G heads after its last key.
+template <int G, int VALUES>
+struct State {
+  float peak[G], sum[G], out[G][VALUES];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      peak[g] = -INFINITY;
+      sum[g] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) out[g][j] = 0.0f;
+    }
+  }
+
+  // Scores become weights relative to the highest so far, and what is there is put in relation to it.
+  template <int N>
+  __device__ __forceinline__ void weigh(float (&scores)[N][G]) {
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      float highest = peak[g];
+#pragma unroll
+      for (int u = 0; u < N; ++u) highest = fmaxf(highest, scores[u][g]);
+      const float kept = share(peak[g], highest);
+      peak[g] = highest;
+      sum[g] *= kept;
+#pragma unroll
+      for (int j = 0; j < VALUES; ++j) out[g][j] *= kept;
+#pragma unroll
+      for (int u = 0; u < N; ++u) {
+        scores[u][g] = weight_of(scores[u][g], highest);
+        sum[g] += scores[u][g];
+      }
+    }
+  }
+};
+
+// Shared memory of a block in which its warps meet.
+template <int WARPS, int G, int D>
+struct Meeting {
+  float outs[WARPS][G][D];
+  float peaks[WARPS][G], sums[WARPS][G];
+  float peak[G], sum[G];
+};
+
+// Tokens side by side in a warp meet, then the warps of the block, then the blocks of the cluster; the result is
+// written. first: the heads' first one of all query heads. heads: of the G that exist. parts: blocks of the cluster
+// with keys.
+template <typename T, int D, int G, int WARPS, bool CLUSTER, typename L>
+__device__ __forceinline__ void finish(const DecodeAttention& a, const State<G, L::kValues>& state,
+                                       Meeting<WARPS, G, D>& meeting, int sequence, int first, int heads, int parts) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, side = lane / L::kLanes, part_lane = lane % L::kLanes;
+#pragma unroll
+  for (int g = 0; g < G; ++g) {
+    float highest = state.peak[g];
+#pragma unroll
+    for (int offset = L::kLanes; offset < 32; offset *= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(kAll, highest, offset));
+    }
+    const float kept = share(state.peak[g], highest);
+    float total = state.sum[g] * kept;
+#pragma unroll
+    for (int offset = L::kLanes; offset < 32; offset *= 2) total += __shfl_xor_sync(kAll, total, offset);
+    if (lane == 0) {
+      meeting.peaks[warp][g] = highest;
+      meeting.sums[warp][g] = total;
+    }
+#pragma unroll
+    for (int c = 0; c < L::kOwn; ++c) {
+      const int chunk = c * L::kLanes + part_lane;
+#pragma unroll
+      for (int j = 0; j < L::kElements; ++j) {
+        float value = state.out[g][c * L::kElements + j] * kept;
+#pragma unroll
+        for (int offset = L::kLanes; offset < 32; offset *= 2) value += __shfl_xor_sync(kAll, value, offset);
+        if (side == 0 && chunk < L::kChunks) meeting.outs[warp][g][chunk * L::kElements + j] = value;
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t head = static_cast<int64_t>(sequence) * a.num_heads + first;
+  const auto write = [&](int g, int d, float highest, float total, float value) {
+    static_cast<T*>(a.out)[(head + g) * D + d] = static_cast<T>(total == 0.0f ? 0.0f : value / total);  // NaN goes on
+    if (a.lse != nullptr && d == 0) {
+      a.lse[head + g] = total == 0.0f ? -INFINITY : highest * 0.693147180559945309f + logf(total);
+    }
+  };
+  const bool alone = !CLUSTER || parts == 1;
+  if (CLUSTER && alone && blockIdx.x != 0) return;  // no keys, and nobody waits
+  for (int place = threadIdx.x; place < heads * D; place += WARPS * 32) {
+    const int g = place / D, d = place % D;
+    float highest = -INFINITY, total = 0.0f, value = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, meeting.peaks[w][g]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float kept = share(meeting.peaks[w][g], highest);
+      total += meeting.sums[w][g] * kept;
+      value += meeting.outs[w][g][d] * kept;
+    }
+    if (alone) {
+      write(g, d, highest, total, value);
+    } else {
+      meeting.outs[0][g][d] = value;  // nobody else reads or writes this place
+      if (d == 0) {
+        meeting.peak[g] = highest;
+        meeting.sum[g] = total;
+      }
+    }
+  }
+  if constexpr (CLUSTER) {
+    if (alone) return;
+    const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+    cluster.sync();
+    const int members = cluster.num_blocks();
+    for (int place = threadIdx.x + cluster.block_rank() * WARPS * 32; place < heads * D;
+         place += members * WARPS * 32) {
+      const int g = place / D, d = place % D;
+      float highest = -INFINITY, total = 0.0f, value = 0.0f;
+#pragma unroll 8
+      for (int m = 0; m < parts; ++m) highest = fmaxf(highest, *cluster.map_shared_rank(&meeting.peak[g], m));
+#pragma unroll 8
+      for (int m = 0; m < parts; ++m) {
+        const float kept = share(*cluster.map_shared_rank(&meeting.peak[g], m), highest);
+        total += *cluster.map_shared_rank(&meeting.sum[g], m) * kept;
+        value += *cluster.map_shared_rank(&meeting.outs[0][g][d], m) * kept;
+      }
+      write(g, d, highest, total, value);
+    }
+    cluster.sync();  // nobody leaves while its memory is read
+  }
+}
+
+}  // namespace rooflight
