@@ -62,7 +62,7 @@ def _decode(
         mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + seq * q_stride + head[:, None] * q_head_stride + column[None, :], mask=mask, other=0.0)
         q = (q.to(tl.float32) * sign).to(q.dtype)
-        position = length - 1 + tl.zeros([BLOCK_M], tl.int32)
+        position = length - 1 + row * 0
         # Keys full … last - 1 take no mask: behind the tile with the edge of the window, before an unfinished one.
         full = begin
         if WINDOWED:
@@ -125,8 +125,8 @@ def _merge(
     highest = tl.max(peak, 0)
     weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
     sums = tl.sum(acc * weight[:, None], 0)[None, :]
-    total = tl.sum(total * weight, 0)
-    out, lse = finish(sums, total + tl.zeros([1], tl.float32), highest + tl.zeros([1], tl.float32))
+    total = tl.sum(total * weight, 0)[None]
+    out, lse = finish(sums, total, highest)
     place = out_ptr + result * HEAD_DIM + column[None, :]
     tl.store(place, out.to(out_ptr.dtype.element_ty), mask=(column < HEAD_DIM)[None, :])
     if LSE:
