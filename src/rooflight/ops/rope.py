@@ -30,7 +30,7 @@ def rope(
     interleaved: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (num_tokens, num_heads, head_dim), k: (num_tokens, num_kv_heads, head_dim), any strides.
+    """q: (num_tokens, num_heads, head_dim), k: (num_tokens, num_kv_heads, head_dim); kernels want stride 1 in the last.
 
     cos_sin: FP32 (max_positions, rotary_dim), rotary_dim even and at most head_dim; positions: (num_tokens,) int32
     or int64, each below max_positions. Returns new (q, k). Differentiable in q and k. FP32 inside.

@@ -1,8 +1,8 @@
 """Rotary position embedding in Triton, alone and as one step with Q/K norm and the write into the paged cache.
 
-A program has some heads of one token, each pair (a, b) of elements in one thread, so that it may write where it has
-read: nothing else reads what it overwrites. FP32 between load and store, one rounding. Every element moves once; the
-token's cosines and sines are read again for each group of heads, from L2.
+A program has some heads of one token, whose elements it has all read before it writes one, so that q may be turned in
+place. FP32 between load and store, one rounding. Every element moves once; the token's cosines and sines are read again
+for each group of heads, from L2.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _turn(
         inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         a *= inverse * tl.load(weight_ptr + first, mask=inside, other=0.0).to(tl.float32)
         b *= inverse * tl.load(weight_ptr + second, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # in place: other threads may have read what this one overwrites
     tl.store(out_ptr + first, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=written & inside)
     tl.store(out_ptr + second, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=written & inside)
     if HEAD_DIM > 2 * HALF:
