@@ -20,7 +20,8 @@ from rooflight.ops.paged_attention import empty_result, no_lse
 MOST_SPLITS = 64  # parts of a sequence
 PROGRAMS = 2  # that a multiprocessor should have
 INTERPRETED_SPLITS, INTERPRETED_KEYS = 2, 32
-VARYING = ["num_splits", "table_stride", "lens_stride", "window", "scale", "sign"]
+# What differs from step to step makes no new kernel, the alignment of a part of the runner's buffers included.
+VARYING = ["table_ptr", "lens_ptr", "table_stride", "lens_stride", "num_splits", "window", "scale", "sign"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,7 +105,7 @@ def _decode(
             tl.store(state_ptr + 2 * part + 1, peak, mask=row < GROUP)
 
 
-@triton.jit(do_not_specialize=["lens_stride", "num_splits", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["lens_ptr", "lens_stride", "num_splits", "window"])  # type: ignore[untyped-decorator]
 def _merge(
     acc_ptr, state_ptr, lens_ptr, out_ptr, lse_ptr, lens_stride, num_splits, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,

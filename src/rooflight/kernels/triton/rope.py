@@ -54,7 +54,11 @@ def _turn(
         tl.store(out_ptr + last, rest, mask=written & (last < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=["positions_stride", "slots_stride"])  # type: ignore[untyped-decorator]
+# Parts of the runner's buffers come at any alignment, which makes no new kernel.
+VARYING = ["positions_ptr", "slots_ptr", "positions_stride", "slots_stride"]
+
+
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _rope(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, q_weight_ptr, k_weight_ptr,
     table_ptr, positions_ptr, slots_ptr,
