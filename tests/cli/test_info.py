@@ -172,7 +172,7 @@ def test_the_machine_as_a_page() -> None:
     for name, line in kernels.status().items():
         assert f"{name} {line}" in " ".join(page)
     row = next(line for line in page if line.startswith("silu_and_mul "))
-    assert row == "silu_and_mul ✓ · · ref ref"
+    assert row == "silu_and_mul ✓ ✓ · ref ref"
 
 
 def test_reasons_that_differ_are_numbered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

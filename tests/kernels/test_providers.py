@@ -60,12 +60,12 @@ def test_the_backend_context_selects_the_overload_where_there_is_one(called: lis
     x, residual, weight = arguments()
     with ops.backend("triton"):
         ops.fused_add_rms_norm(x, residual, weight)
-        ops.silu_and_mul(x)  # no Triton kernel: left alone
+        ops.linear(x, residual)  # no Triton kernel: left alone
         ops.fused_add_rms_norm(x, residual, weight, backend="ref")  # the argument wins
     ops.fused_add_rms_norm(x, residual, weight)
     default = REGISTRY["fused_add_rms_norm"].active[DEVICE]
     assert called == [
-        "fused_add_rms_norm.triton", "silu_and_mul.ref", "fused_add_rms_norm.ref", f"fused_add_rms_norm.{default}",
+        "fused_add_rms_norm.triton", "linear.ref", "fused_add_rms_norm.ref", f"fused_add_rms_norm.{default}",
     ]  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
     there = re.escape(str(list(REGISTRY["fused_add_rms_norm"].providers)))
     with pytest.raises(ValueError, match=rf"fused_add_rms_norm: backend must be one of {there}, was 'fast'"):
         ops.fused_add_rms_norm(x, residual, weight, backend="fast")
-    with pytest.raises(ValueError, match=r"silu_and_mul: backend must be one of \['ref'\], was 'triton'"):
-        ops.silu_and_mul(x, backend="triton")
+    with pytest.raises(ValueError, match=r"linear: backend must be one of \['ref'\], was 'triton'"):
+        ops.linear(x, residual, backend="triton")
     with pytest.raises(ValueError, match="or None, was 'fast'"), ops.backend("fast"):
         pass
 

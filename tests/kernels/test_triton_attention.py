@@ -33,12 +33,16 @@ def check(args: tuple[Any, ...]) -> None:
 BORDERS = [32, 64] if torch.cuda.is_available() else [32]
 
 
-@pytest.mark.parametrize("window", [0, 32, 33])
+@pytest.mark.parametrize("beyond", [None, 0, 8])
 @pytest.mark.parametrize("border", BORDERS)
-def test_tiles_that_end_at_a_border(border: int, window: int) -> None:
-    """One token and one key less than a tile, exactly one, and one more, alone and behind a prefix."""
-    lens, queries = (border - 1, border, border + 1, 2 * border), (border - 1, border, border + 1, 17)
-    check(inputs(lens, queries, window=window))
+def test_tiles_that_end_at_a_border(border: int, beyond: int | None) -> None:
+    """One token and one key less than a tile, exactly one, and one more, alone and behind a prefix.
+
+    With windows as wide as a tile of keys and wider: their edges, too, cross a border within a tile of queries.
+    """
+    window = 0 if beyond is None else border + beyond
+    queries = (border - 1, border, border + 1, 2 * border + border // 3)
+    check(inputs((*queries[:3], 3 * border), queries, window=window))
 
 
 def test_sequences_without_new_tokens_between_others() -> None:

@@ -23,8 +23,12 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
     "layer_norm": "layer_norm",
     "layer_norm_backward": "layer_norm_backward",
     "prefill_attention": "prefill_attention",
+    "qk_norm_rope_cache_": "qk_norm_rope_cache",
     "rms_norm": "norm",
     "rms_norm_backward": "norm_backward",
+    "rope": "rope",
+    "rope_": "rope",
+    "silu_and_mul": "activation",
     "sample": "sample",
 }
 CUDA = (  # operators whose `.cuda` overload the compiled library implements

@@ -54,6 +54,8 @@ def decode_attention_lse(
     """q: (num_seqs, num_heads, head_dim), the newest token of each sequence, whose key is already in the cache.
 
     Everything else as in `prefill_attention_lse`; meta.query_starts is not read. A sequence of length 0 gives zeros.
+    The Triton provider takes at most 128 query heads a KV head; how it splits the keys depends on the batch and the
+    card, so a row's last bits may too. They never depend on the bounds or on other sequences' lengths.
     """
     return _run(q, k_cache, v_cache, meta, scale, window, True, backend)
 

@@ -30,7 +30,7 @@ def rope(
     interleaved: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (num_tokens, num_heads, head_dim), k: (num_tokens, num_kv_heads, head_dim), any strides.
+    """q: (num_tokens, num_heads, head_dim), k: (num_tokens, num_kv_heads, head_dim); kernels want stride 1 in the last.
 
     cos_sin: FP32 (max_positions, rotary_dim), rotary_dim even and at most head_dim; positions: (num_tokens,) int32
     or int64, each below max_positions. Returns new (q, k). Differentiable in q and k. FP32 inside.
@@ -176,6 +176,8 @@ def _backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[Any
     cos_sin, positions = ctx.saved_tensors
     half = cos_sin.shape[1] // 2
     inverse = torch.cat((cos_sin[:, :half], -cos_sin[:, half:]), 1)
+    # Gradients come as they come, also expanded with stride 0, which a kernel would refuse.
+    grad_q, grad_k = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k))
     grad_q, grad_k = rope(grad_q, grad_k, inverse, positions, interleaved=ctx.interleaved)
     return grad_q, grad_k, None, None, None
 

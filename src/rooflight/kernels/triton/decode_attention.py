@@ -20,7 +20,8 @@ from rooflight.ops.paged_attention import empty_result, no_lse
 MOST_SPLITS = 64  # parts of a sequence
 PROGRAMS = 2  # that a multiprocessor should have
 INTERPRETED_SPLITS, INTERPRETED_KEYS = 2, 32
-VARYING = ["num_splits", "table_stride", "lens_stride", "window", "scale", "sign"]
+# What differs from step to step makes no new kernel, the alignment of a part of the runner's buffers included.
+VARYING = ["table_ptr", "lens_ptr", "table_stride", "lens_stride", "num_splits", "window", "scale", "sign"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,7 +63,7 @@ def _decode(
         mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + seq * q_stride + head[:, None] * q_head_stride + column[None, :], mask=mask, other=0.0)
         q = (q.to(tl.float32) * sign).to(q.dtype)
-        position = length - 1 + tl.zeros([BLOCK_M], tl.int32)
+        position = length - 1 + row * 0
         # Keys full … last - 1 take no mask: behind the tile with the edge of the window, before an unfinished one.
         full = begin
         if WINDOWED:
@@ -104,7 +105,7 @@ def _decode(
             tl.store(state_ptr + 2 * part + 1, peak, mask=row < GROUP)
 
 
-@triton.jit(do_not_specialize=["lens_stride", "num_splits", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["lens_ptr", "lens_stride", "num_splits", "window"])  # type: ignore[untyped-decorator]
 def _merge(
     acc_ptr, state_ptr, lens_ptr, out_ptr, lse_ptr, lens_stride, num_splits, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -125,8 +126,8 @@ def _merge(
     highest = tl.max(peak, 0)
     weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
     sums = tl.sum(acc * weight[:, None], 0)[None, :]
-    total = tl.sum(total * weight, 0)
-    out, lse = finish(sums, total + tl.zeros([1], tl.float32), highest + tl.zeros([1], tl.float32))
+    total = tl.sum(total * weight, 0)[None]
+    out, lse = finish(sums, total, highest)
     place = out_ptr + result * HEAD_DIM + column[None, :]
     tl.store(place, out.to(out_ptr.dtype.element_ty), mask=(column < HEAD_DIM)[None, :])
     if LSE:

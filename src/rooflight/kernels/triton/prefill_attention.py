@@ -21,7 +21,9 @@ from rooflight.kernels.triton.rows import check_dtype, check_last_dimension, mul
 from rooflight.ops.paged_attention import empty_result, no_lse
 
 LOG2_E = 1.4426950408889634
-VARYING = ["num_tokens", "num_seqs", "table_stride", "starts_stride", "lens_stride", "window", "scale", "sign"]
+# What differs from step to step makes no new kernel, the alignment of a part of the runner's buffers included.
+SCALARS = ["num_tokens", "num_seqs", "window", "scale", "sign"]
+VARYING = [*SCALARS, "table_ptr", "starts_ptr", "lens_ptr", "table_stride", "starts_stride", "lens_stride"]
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
