@@ -20,19 +20,19 @@ namespace rooflight {
 namespace {
 
 constexpr int kMostSplits = 16;
-constexpr int kWarps = 4;
+constexpr int kWarps = 4, kManyWarps = 8;  // of a block: many where a multiprocessor has one block only
 constexpr int kStages = 2;
 
 template <typename T, int D>
 constexpr int kChunkTokens = D * sizeof(T) <= 512 ? 16 : 8;  // neighbours in a page, which one bulk copy brings
 
-template <typename T, int D, int G>
+template <typename T, int D, int G, int WARPS>
 struct Memory {
   union {
-    T ring[kWarps][kStages][2][kChunkTokens<T, D> * D];
-    Meeting<kWarps, G, D> meeting;
+    T ring[WARPS][kStages][2][kChunkTokens<T, D> * D];
+    Meeting<WARPS, G, D> meeting;
   };
-  uint64_t barriers[kWarps][kStages];
+  uint64_t barriers[WARPS][kStages];
 };
 
 // A lane's part of the queries, in the base of exp2; 0 for heads that are not there.
@@ -65,14 +65,15 @@ __device__ __forceinline__ void load_queries(const DecodeAttention& a, int seque
 }
 
 // Blocks of a multiprocessor, by shared memory; more than three would leave too few registers.
-template <typename T, int D, int G>
+template <typename T, int D, int G, int WARPS>
 constexpr int blocks_at_once() {
-  const int fitting = 227 * 1024 / (static_cast<int>(sizeof(Memory<T, D, G>)) + 1024);
-  return fitting < 1 ? 1 : fitting > 3 ? 3 : fitting;
+  const int fitting = 227 * 1024 / (static_cast<int>(sizeof(Memory<T, D, G, WARPS>)) + 1024);
+  return fitting < 1 ? 1 : fitting > 12 / WARPS ? 12 / WARPS : fitting;
 }
 
-template <typename T, int D, int G, bool CLUSTER>
-__global__ void __launch_bounds__(kWarps * 32, blocks_at_once<T, D, G>()) decode_attention_ring(DecodeAttention a) {
+template <typename T, int D, int G, int WARPS, bool CLUSTER>
+__global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
+    decode_attention_ring(DecodeAttention a) {
   using L = Layout<T, D, G>;
   using P = Pack<T, L::kElements>;
   constexpr int kChunk = kChunkTokens<T, D>;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_at_once<T, D, G>()) decode
   constexpr int kAtOnce = kSteps < 4 ? kSteps : 4;
   constexpr uint32_t kBytes = kChunk * D * sizeof(T);
   extern __shared__ char storage[];
-  auto& memory = *reinterpret_cast<Memory<T, D, G>*>(storage + (128 - shared_address(storage) % 128) % 128);
+  auto& memory = *reinterpret_cast<Memory<T, D, G, WARPS>*>(storage + (128 - shared_address(storage) % 128) % 128);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, side = lane / L::kLanes, part_lane = lane % L::kLanes;
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + G - 1) / G;
@@ -91,17 +92,17 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_at_once<T, D, G>()) decode
     for (int s = 0; s < kStages; ++s) init_barrier(&memory.barriers[warp][s]);
     fence_barriers();
   }
-  wait_for_earlier_kernels();
   let_next_kernel_start();
+  wait_for_earlier_kernels();
 
   const int length = a.seq_lens[sequence];
   const int oldest = a.window > 0 ? max(0, length - a.window) : 0;  // key that is seen
   const Part part =
-      part_of(oldest / kChunk * kChunk, length, kWarps * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
+      part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
   const int* table = a.block_table + sequence * a.table_stride;
   // Lane 0 asks for the chunk of turn `turn`: neighbours in one page.
   const auto ask = [&](int turn) {
-    const int token = part.begin + (turn * kWarps + warp) * kChunk, stage = turn % kStages;
+    const int token = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
     if (token >= part.end) return;
     const int64_t page = table[token / a.page_size], offset = token % a.page_size;
     uint64_t* barrier = &memory.barriers[warp][stage];
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_at_once<T, D, G>()) decode
   __syncwarp();
 
   for (int turn = 0;; ++turn) {
-    const int base = part.begin + (turn * kWarps + warp) * kChunk, stage = turn % kStages;
+    const int base = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
     if (base >= part.end) break;
     wait_barrier(&memory.barriers[warp][stage], turn / kStages % 2);
 #pragma unroll 1
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_at_once<T, D, G>()) decode
     if (lane == 0) ask(turn + kStages);
   }
   __syncthreads();  // no ring is read or written any more: its memory is the meeting's
-  finish<T, D, G, kWarps, CLUSTER, L>(a, state, memory.meeting, sequence, first, heads, part.count);
+  finish<T, D, G, WARPS, CLUSTER, L>(a, state, memory.meeting, sequence, first, heads, part.count);
 }
 
 // Any strides and any page size: element by element, one sequence and two query heads a block.
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention_plain(DecodeAtte
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + G - 1) / G;
   const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(G, group - tile * G);
   const int first = kv_head * group + tile * G, sequence = blockIdx.z;
-  wait_for_earlier_kernels();
   let_next_kernel_start();
+  wait_for_earlier_kernels();
   const int length = a.seq_lens[sequence], start = a.window > 0 ? max(0, length - a.window) : 0;
   float q[G][L::kValues];
   load_queries<T, D, G, false, L>(a, sequence, first, heads, part_lane, q);
@@ -238,14 +239,25 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention_plain(DecodeAtte
   finish<T, D, G, kWarps, false, L>(a, state, meeting, sequence, first, heads, 1);
 }
 
-template <typename T, int D, int G>
-void launch_ring(const DecodeAttention& a, cudaStream_t stream) {
-  const int group = a.num_heads / a.num_kv_heads, tiles = (group + G - 1) / G;
-  const int splits = a.splits > 0 ? a.splits : decode_splits(a.num_seqs, a.num_kv_heads, group);
-  const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(kWarps * 32);
-  constexpr int kShared = sizeof(Memory<T, D, G>) + 128;
-  const auto kernel = splits == 1 ? decode_attention_ring<T, D, G, false> : decode_attention_ring<T, D, G, true>;
+template <typename T, int D, int G, int WARPS>
+void launch_ring(const DecodeAttention& a, int splits, cudaStream_t stream) {
+  const int tiles = (a.num_heads / a.num_kv_heads + G - 1) / G;
+  const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
+  constexpr int kShared = sizeof(Memory<T, D, G, WARPS>) + 128;
+  const auto kernel =
+      splits == 1 ? decode_attention_ring<T, D, G, WARPS, false> : decode_attention_ring<T, D, G, WARPS, true>;
   launch_cluster(kernel, grid, block, splits, stream, Overlap::kBehindOurs, kShared, a);
+}
+
+template <typename T, int D, int G>
+void launch_split(const DecodeAttention& a, cudaStream_t stream) {
+  const int tiles = (a.num_heads / a.num_kv_heads + G - 1) / G;
+  const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * tiles;
+  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks, blocks_at_once<T, D, G, kWarps>());
+  if constexpr (sizeof(Memory<T, D, G, kManyWarps>) < 226 * 1024) {
+    if (blocks * splits <= card().multiprocessors) return launch_ring<T, D, G, kManyWarps>(a, splits, stream);
+  }
+  launch_ring<T, D, G, kWarps>(a, splits, stream);
 }
 
 template <typename T, int D>
@@ -254,9 +266,9 @@ void launch_for_layout(const DecodeAttention& a, cudaStream_t stream) {
   const auto side_by_side = [](const CacheStrides& strides) { return strides.token == D; };
   const bool ring = a.aligned && a.page_size % kChunkTokens<T, D> == 0 && side_by_side(a.k_strides) &&
                     side_by_side(a.v_strides) && card().major >= 9;
-  if (ring && group == 1) return launch_ring<T, D, 1>(a, stream);
-  if (ring && group == 2) return launch_ring<T, D, 2>(a, stream);
-  if (ring) return launch_ring<T, D, 4>(a, stream);
+  if (ring && group == 1) return launch_split<T, D, 1>(a, stream);
+  if (ring && group == 2) return launch_split<T, D, 2>(a, stream);
+  if (ring) return launch_split<T, D, 4>(a, stream);
   const dim3 grid(1, a.num_kv_heads * ((group + 1) / 2), a.num_seqs);
   launch(decode_attention_plain<T, D>, grid, dim3(kWarps * 32), stream, Overlap::kBehindOurs, 0, a);
 }
@@ -281,10 +293,18 @@ bool takes_head_dim(int head_dim) {
   return head_dim == 64 || head_dim == 80 || head_dim == 128 || head_dim == 256;
 }
 
-int decode_splits(int num_seqs, int num_kv_heads, int group) {
-  const int64_t blocks = static_cast<int64_t>(num_seqs) * num_kv_heads * ((group + 3) / 4);
+int decode_splits(int64_t blocks, int at_once) {
+  const int64_t places = card().multiprocessors;
   int splits = 1;
-  while (splits < kMostSplits && blocks * splits * 2 <= 2 * card().multiprocessors) splits *= 2;
+  while (splits < kMostSplits && blocks * splits * 2 <= places) splits *= 2;
+  if (splits > 1 || blocks <= places) return splits;
+  // Many blocks: they run in rounds, and the last round may be nearly empty. Parts make rounds finer, but not for free.
+  const auto rounds = [&](int parts) {
+    return static_cast<double>((blocks * parts + places * at_once - 1) / (places * at_once)) / parts;
+  };
+  for (int parts = 2; parts <= 4; parts *= 2) {
+    if (rounds(parts) < 0.9 * rounds(splits)) splits = parts;
+  }
   return splits;
 }
 

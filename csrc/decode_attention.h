@@ -31,8 +31,9 @@ struct DecodeAttention {
 };
 
 bool takes_head_dim(int head_dim);
-// How many blocks share a sequence's keys: blocks against multiprocessors, whatever the lengths are.
-int decode_splits(int num_seqs, int num_kv_heads, int group);
+// How many blocks share a sequence's keys, by blocks against multiprocessors, whatever the lengths are. blocks: that
+// there are with one for each sequence and KV head; at_once: of them on one multiprocessor.
+int decode_splits(int64_t blocks, int at_once);
 void launch_decode_attention(const DecodeAttention& attention, cudaStream_t stream);
 
 }  // namespace rooflight

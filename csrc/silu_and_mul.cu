@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads) silu_and_mul(SiluAndMul s) {
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = place / packs;
   const int pack = static_cast<int>(place - row * packs);
-  wait_for_earlier_kernels();
   let_next_kernel_start();
+  wait_for_earlier_kernels();
   if (row >= s.rows) return;
   const P* x = row_of<P>(s.x, row, sizeof(T));
   float gate[N], up[N];

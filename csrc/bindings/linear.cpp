@@ -98,10 +98,9 @@ Tensor rms_norm_linear(const Tensor& x_tensor, const Tensor& norm_tensor, const 
 Tensor as_matrix(const Operand& operand, const Tensor& tensor) {
   const int64_t width = operand.last_size(), count = width > 0 ? operand.numel() / width : 0;
   const int64_t sizes[2] = {count, width}, strides[2] = {operand.as_rows().stride, 1};
-  int64_t offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  constexpr int64_t kOffset = 0;  // beyond the tensor's own
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), 2, sizes, strides, offset, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), 2, sizes, strides, kOffset, &handle));
   return Tensor(handle);
 }
 

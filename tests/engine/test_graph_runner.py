@@ -38,7 +38,7 @@ def build(folder: Path, graphs: bool = False, **options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def folder(checkpoints: Checkpoints) -> Path:
-    return checkpoints("qwen3", max_position_embeddings=1024)[0]
+    return checkpoints("qwen3", max_position_embeddings=1024, head_dim=64)[0]
 
 
 @pytest.fixture(scope="module")

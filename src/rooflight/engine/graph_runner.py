@@ -26,7 +26,7 @@ from rooflight.engine.plan import StepPlan
 from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch
-from rooflight.engine.upload import Arrival, Download
+from rooflight.engine.upload import Arrival
 from rooflight.models.decoder import Decoder
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
@@ -73,7 +73,6 @@ class GraphRunner(Runner):
             self._prompt_buckets = [tokens for tokens in PROMPT_TOKENS if tokens <= max_num_batched_tokens]
             self._prompts = {tokens: PromptBatch(self.model, tokens, PROMPT_ROWS) for tokens in self._prompt_buckets}
             self._long_prompts = PromptBatch(self.model, max_num_batched_tokens, most_prompts)
-        self._down = Download(self.most_steps, most_prompts, self.device)
         self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
         if graphs:
             self._capture_all()
@@ -97,12 +96,12 @@ class GraphRunner(Runner):
     def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
         batch = self._decode[_fitting(self.buckets, len(plan.rows))]
         batch.write(plan.rows, sampling)
-        out = self._down.begin()[:, : batch.rows]
+        out = batch.down.begin()
         many = self.most_steps if plan.steps == self.most_steps else 1
         for first in range(0, plan.steps, many):
             self._replay(("decode", batch.rows, many), partial(_decode_steps, batch, many))
             out[first : first + many].copy_(batch.history[:many], non_blocking=True)
-        return self._down.end()
+        return batch.down.end()
 
     def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
         tokens = sum(len(row.tokens) for row in plan.rows)
@@ -114,8 +113,8 @@ class GraphRunner(Runner):
             self._replay(("prompt", *size[:2]), partial(batch.step, *size))
         else:
             batch.step(*size)
-        self._down.begin()[:1, : batch.rows].copy_(batch.drawn, non_blocking=True)
-        return self._down.end()
+        batch.down.begin().copy_(batch.drawn, non_blocking=True)
+        return batch.down.end()
 
     def _replay(self, key: tuple[str, int, int], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)

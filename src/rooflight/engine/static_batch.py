@@ -16,7 +16,7 @@ from rooflight import ops
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.plan import Row
 from rooflight.engine.sequence import Sequence
-from rooflight.engine.upload import Columns, Upload
+from rooflight.engine.upload import Columns, Download, Upload
 from rooflight.models.decoder import Decoder
 
 NOWHERE = -1  # the place of a row that is none: the last, spare one of all last tokens
@@ -72,6 +72,7 @@ class DecodeBatch:
         }
         self.upload = Upload(columns, model.device)
         self.history = torch.zeros(most_steps, rows, dtype=torch.int64, device=model.device)
+        self.down = Download(most_steps, rows, model.device)
 
     def write(self, rows: Many[Row], sequences: Many[Sequence]) -> None:
         """Write down a launch of these rows, none of which is longer than one token, and send it."""
@@ -125,6 +126,7 @@ class PromptBatch:
         }
         self.upload = Upload(columns, model.device)
         self.drawn = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
+        self.down = Download(1, rows, model.device)
 
     def write(self, rows: Many[Row], sequences: Many[Sequence]) -> tuple[int, int, int]:
         """Write down a step of these rows and send it; returns its numbers of tokens, rows and rows that sample."""

@@ -54,7 +54,10 @@ class Upload:
 
 
 class Download:
-    """Token ids (steps, rows) on their way back; takes turns like `Upload`."""
+    """Token ids (steps, rows) on their way back; takes turns like `Upload`.
+
+    The host's side has the shape of what is copied: into a part of a larger one the copy would make the host wait.
+    """
 
     def __init__(self, steps: int, rows: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
