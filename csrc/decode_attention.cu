@@ -253,9 +253,11 @@ template <typename T, int D, int G>
 void launch_split(const DecodeAttention& a, cudaStream_t stream) {
   const int tiles = (a.num_heads / a.num_kv_heads + G - 1) / G;
   const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * tiles;
-  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks, blocks_at_once<T, D, G, kWarps>());
+  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks);
   if constexpr (sizeof(Memory<T, D, G, kManyWarps>) < 226 * 1024) {
-    if (blocks * splits <= card().multiprocessors) return launch_ring<T, D, G, kManyWarps>(a, splits, stream);
+    // Not with large clusters: they would find no place beside other kernels' blocks.
+    if (splits <= 2 && blocks * splits <= card().multiprocessors)
+      return launch_ring<T, D, G, kManyWarps>(a, splits, stream);
   }
   launch_ring<T, D, G, kWarps>(a, splits, stream);
 }
@@ -293,18 +295,10 @@ bool takes_head_dim(int head_dim) {
   return head_dim == 64 || head_dim == 80 || head_dim == 128 || head_dim == 256;
 }
 
-int decode_splits(int64_t blocks, int at_once) {
+int decode_splits(int64_t blocks) {
   const int64_t places = card().multiprocessors;
   int splits = 1;
   while (splits < kMostSplits && blocks * splits * 2 <= places) splits *= 2;
-  if (splits > 1 || blocks <= places) return splits;
-  // Many blocks: they run in rounds, and the last round may be nearly empty. Parts make rounds finer, but not for free.
-  const auto rounds = [&](int parts) {
-    return static_cast<double>((blocks * parts + places * at_once - 1) / (places * at_once)) / parts;
-  };
-  for (int parts = 2; parts <= 4; parts *= 2) {
-    if (rounds(parts) < 0.9 * rounds(splits)) splits = parts;
-  }
   return splits;
 }
 

@@ -112,7 +112,7 @@ class GraphRunner(Runner):
             size = batch.tokens, batch.rows, batch.rows
             self._replay(("prompt", *size[:2]), partial(batch.step, *size))
         else:
-            batch.step(*size)
+            batch.step(*size, whole_prompt=len(plan.rows) == 1 and plan.rows[0].start == 0)
         batch.down.begin().copy_(batch.drawn, non_blocking=True)
         return batch.down.end()
 

@@ -159,12 +159,13 @@ class PromptBatch:
         self.upload.send()
         return total, count, len(sampling)
 
-    def step(self, tokens: int, rows: int, sampling: int) -> None:
+    def step(self, tokens: int, rows: int, sampling: int, whole_prompt: bool = False) -> None:
         """Run so many tokens of so many rows: all that there is room for in a graph, those that are there outside."""
         model, given = self.model, self.upload.device
         ids = model.known(given["ids"][:tokens], given["owners"][:tokens])
         starts, lengths = given["query_starts"][: rows + 1], given["seq_lens"][:rows]
-        meta = ops.AttentionMeta(given["table"][:rows], lengths, starts, tokens, model.max_model_len)
+        table, longest = given["table"][:rows], model.max_model_len
+        meta = ops.AttentionMeta(table, lengths, starts, tokens, longest, whole_prompt)
         positions, slots = given["positions"][:tokens], given["slots"][:tokens]
         hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
         if sampling:

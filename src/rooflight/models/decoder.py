@@ -142,8 +142,11 @@ class DecoderLayer(nn.Module):
         ops.qk_norm_rope_cache_(
             q, k, v, self.q_norm, self.k_norm, cos_sin, positions, slots, k_cache, v_cache, self.eps
         )
-        attention = ops.decode_attention if decode else ops.prefill_attention
-        mixed = attention(q, k_cache, v_cache, meta, window=self.window)  # (tokens, q heads, head_dim)
+        if meta.whole_prompt and not self.window:
+            mixed = ops.prompt_attention(q, k_cache, v_cache, meta.block_table)
+        else:
+            attention = ops.decode_attention if decode else ops.prefill_attention
+            mixed = attention(q, k_cache, v_cache, meta, window=self.window)  # (tokens, q heads, head_dim)
         return mixed.view(num_tokens, self.q_width)
 
 
