@@ -185,7 +185,7 @@ def test_one_step_while_a_prompt_is_computed_also_its_last_token() -> None:
 def test_tokens_behind_an_end_are_neither_kept_nor_published(end: int, kept: int, ending: bool) -> None:
     """An end token, or none at all: what was computed of the rest is in the same pages, and nobody's."""
     plans = scheduler(most_steps=4)
-    item = sequence(0, 3, max_tokens=30)
+    item = sequence(0, 5, max_tokens=30)
     item.end_ids = frozenset([77])
     plans.add(item)
     run(plans, 1)
@@ -198,12 +198,12 @@ def test_tokens_behind_an_end_are_neither_kept_nor_published(end: int, kept: int
     last = 77 if ending else ops.NO_TOKEN
     new = [last if number == end else 7 for number in range(4)]
     assert land(plans, plan, {0: new}) == [(item, kept)]
-    assert item.tokens[4:] == new[:kept]
-    assert plans.pool.shareable == (3 + kept) // 4  # the last one of those kept has not run, the one before has
+    assert item.tokens[6:] == new[:kept]
+    assert plans.pool.shareable == (5 + kept) // 4  # the last one of those kept has not run, the one before has
     plans.finish(item, "stop")
     assert plans.pool.free == 16
     assert land(plans, ahead, {0: [5] * 4}) == []
-    assert plans.pool.shareable == (3 + kept) // 4
+    assert plans.pool.shareable == (5 + kept) // 4
     assert_conserved(plans)
 
 
