@@ -100,11 +100,12 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
   const Part part =
       part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
   const int* table = a.block_table + sequence * a.table_stride;
+  const auto first_of = [&](int turn) { return part.begin + (turn * WARPS + warp) * kChunk; };
+  const auto page_of = [&](int turn) { return first_of(turn) < part.end ? table[first_of(turn) / a.page_size] : 0; };
   // Lane 0 asks for the chunk of turn `turn`: neighbours in one page.
-  const auto ask = [&](int turn) {
-    const int token = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
+  const auto ask = [&](int turn, int64_t page) {
+    const int token = first_of(turn), stage = turn % kStages, offset = token % a.page_size;
     if (token >= part.end) return;
-    const int64_t page = table[token / a.page_size], offset = token % a.page_size;
     uint64_t* barrier = &memory.barriers[warp][stage];
     expect_bytes(barrier, 2 * kBytes);
     copy_bulk(memory.ring[warp][stage][0],
@@ -114,10 +115,14 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
               static_cast<const T*>(a.v_cache) + page * a.v_strides.page + kv_head * a.v_strides.head + offset * D,
               kBytes, barrier);
   };
+  int pages[kStages + 1];
+#pragma unroll
+  for (int turn = 0; turn <= kStages; ++turn) pages[turn] = lane == 0 ? page_of(turn) : 0;
   if (lane == 0) {
 #pragma unroll
-    for (int turn = 0; turn < kStages; ++turn) ask(turn);
+    for (int turn = 0; turn < kStages; ++turn) ask(turn, pages[turn]);
   }
+  int next_page = pages[kStages];  // read a turn before it is needed
   float q[G][L::kValues];
   load_queries<T, D, G, true, L>(a, sequence, first, heads, part_lane, q);
   State<G, L::kValues> state;
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
   __syncwarp();
 
   for (int turn = 0;; ++turn) {
-    const int base = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
+    const int base = first_of(turn), stage = turn % kStages;
     if (base >= part.end) break;
     wait_barrier(&memory.barriers[warp][stage], turn / kStages % 2);
 #pragma unroll 1
@@ -181,7 +186,10 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
       }
     }
     __syncwarp();  // all lanes have read the stage
-    if (lane == 0) ask(turn + kStages);
+    if (lane == 0) {
+      ask(turn + kStages, next_page);
+      next_page = page_of(turn + kStages + 1);
+    }
   }
   __syncthreads();  // no ring is read or written any more: its memory is the meeting's
   finish<T, D, G, WARPS, CLUSTER, L>(a, state, memory.meeting, sequence, first, heads, part.count);

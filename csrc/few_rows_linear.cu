@@ -27,6 +27,7 @@ constexpr int kPadding = 64;  // bytes between rows of a tile: neighbouring rows
 // Bytes of shared memory: of a multiprocessor; of a block beside its rows. And most blocks, by their registers.
 constexpr int kMultiprocessorShared = 226 * 1024, kOwnShared = 6 * 1024, kMostBlocks = 4;
 constexpr int kWidest = 4096;
+constexpr int kMostSteps = kWidest / kStepWidth / kWarps, kMostSums = kWidest / 8 / 32;
 
 __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -40,18 +41,16 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Sums of squares of the rows, over all warps.
-__device__ __forceinline__ float inverse_norm(const float (&squares)[kWarps][kFewRows], int row,
-                                              const FewRowsLinear& p) {
+// From the sums of squares of a row's parts.
+__device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums], const FewRowsLinear& p) {
   float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += squares[w][row];
+  for (int i = 0; i < (p.in_features / 8 + 31) / 32; ++i) sum += squares[i];
   return rsqrtf(fmaf(sum, p.inverse_width, p.eps));
 }
 
 // HALVES: 16 rows of the weight a tile, or 8 (one half; the other half of the matrix tile is zero).
 template <typename T, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
-__global__ void __launch_bounds__(kWarps * 32, 4) few_rows_linear(FewRowsLinear p) {
+__global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 : 4) few_rows_linear(FewRowsLinear p) {
   constexpr bool kNorm = PROLOGUE == Prologue::kRmsNorm, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
   // The range of FP16 may not hold a row that is not normalised yet: there the sums are known before the product.
   constexpr bool kNormFirst = kNorm && std::is_same_v<T, __half>;
@@ -60,16 +59,16 @@ __global__ void __launch_bounds__(kWarps * 32, 4) few_rows_linear(FewRowsLinear 
   using Pack8 = Pack<T, 8>;
   extern __shared__ __align__(128) char storage[];
   __shared__ float partial[kWarps][kTileRows][kFewRows + 1];
-  __shared__ float squares[kWarps][kFewRows];
+  __shared__ float squares[kFewRows][kMostSums];
   __shared__ uint64_t barriers[2];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int outputs = kSwiglu ? p.out_features / 2 : p.out_features;
-  const int tiles = (outputs + kTile - 1) / kTile, steps = p.in_features / kStepWidth, packs = p.in_features / 8;
+  const int tiles = (outputs + kTile - 1) / kTile, steps = p.in_features / kStepWidth;
   const int row_bytes = p.in_features * static_cast<int>(sizeof(T)), pitch = row_bytes + kPadding;
   const int blocks = gridDim.x;
-  const bool twice = blocks < tiles;            // memory for two tiles: one is asked for while the other is multiplied
-  char* const ring = storage + p.rows * pitch;  // behind the rows of x
+  const bool twice = blocks < tiles;  // memory for two tiles: one is asked for while the other is multiplied
+  char* const ring = storage + (kNorm ? p.rows * pitch : 0);  // behind the rows of x
 
   // The first warp asks for a tile, a row a lane. In place of rows beyond the weight's it gets the last one.
   const auto ask = [&](int tile, int stage) {
@@ -94,71 +93,97 @@ __global__ void __launch_bounds__(kWarps * 32, 4) few_rows_linear(FewRowsLinear 
     if (twice && tile + blocks < tiles) ask(tile + blocks, 1);
   }
   let_next_kernel_start();
-  // Weights of the norm do not change either; those of a thread's first pack, which are all up to 2048 features.
-  const auto scale_of = [&](int pack) { return load(static_cast<const Pack8*>(p.norm_weight) + pack); };
-  Pack8 scale = {};
-  if (kNorm && static_cast<int>(threadIdx.x) < packs) scale = scale_of(threadIdx.x);
-  wait_for_earlier_kernels();
 
-  // The rows of x into shared memory, weighted by the norm's weights.
-  const auto read = [&](int row, int pack) {
-    return load(reinterpret_cast<const Pack8*>(static_cast<const T*>(p.x) + row * p.x_stride) + pack);
-  };
-  const auto sum_squares = [&](const Pack8& pack) {
-    float values[8], sum = 0.0f;
-    to_floats(pack, values);
+  // x: without a norm each lane has what it multiplies; with one, a row's sum needs all of it, so that the block reads
+  // it together, weights it by the norm's weights and leaves it in shared memory.
+  uint4 column[kNorm ? 1 : kMostSteps];
+  if constexpr (!kNorm) {
+    __syncthreads();  // the barriers are there
+    wait_for_earlier_kernels();
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum = fmaf(values[j], values[j], sum);
-    return sum;
-  };
-  if constexpr (kNormFirst) {
-    for (int row = 0; row < p.rows; ++row) {
-      float square = 0.0f;
-      for (int pack = threadIdx.x; pack < packs; pack += kWarps * 32) square += sum_squares(read(row, pack));
-      square = warp_sum(square);
-      if (lane == 0) squares[warp][row] = square;
+    for (int i = 0; i < kMostSteps; ++i) {
+      const int step = warp + i * kWarps;
+      const T* from = static_cast<const T*>(p.x) + group * p.x_stride + step * kStepWidth + quad * 8;
+      if (step < steps) column[i] = group < p.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    }
+  } else {
+    // Packs of a row, with some that are not there so that a warp never has two rows.
+    const int packs = p.in_features / 8, sums = (packs + 31) / 32, items = p.rows * sums * 32;
+    const auto scale_of = [&](int pack) {
+      return pack < packs ? load(static_cast<const Pack8*>(p.norm_weight) + pack) : Pack8{};
+    };
+    const bool same = kWarps % sums == 0;  // a thread's pack has the same place in every row that it comes to
+    const Pack8 scale = scale_of(threadIdx.x % (sums * 32));  // does not depend on earlier kernels
+    wait_for_earlier_kernels();
+    const auto read = [&](int item) {
+      const int row = item / (sums * 32), pack = item % (sums * 32);
+      const Pack8* from = reinterpret_cast<const Pack8*>(static_cast<const T*>(p.x) + row * p.x_stride);
+      return item < items && pack < packs ? load(from + pack) : Pack8{};
+    };
+    constexpr int kAtOnce = 4;
+    for (int first = threadIdx.x; first < items; first += kAtOnce * kWarps * 32) {
+      Pack8 held[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) held[i] = read(first + i * kWarps * 32);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = first + i * kWarps * 32, row = item / (sums * 32), pack = item % (sums * 32);
+        if (item >= items) continue;  // all lanes of a warp alike
+        float values[8], factors[8], square = 0.0f;
+        to_floats(held[i], values);
+        to_floats(same ? scale : scale_of(pack), factors);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          square = fmaf(values[j], values[j], square);
+          if (!kNormFirst) values[j] *= factors[j];
+        }
+        if (pack < packs) store(reinterpret_cast<Pack8*>(storage + row * pitch) + pack, from_floats<T>(values));
+        square = warp_sum(square);
+        if (lane == 0) squares[row][pack / 32] = square;
+      }
     }
     __syncthreads();
-  }
-#pragma unroll 2
-  for (int row = 0; row < p.rows; ++row) {
-    float square = 0.0f;
-    const float inverse = kNormFirst ? inverse_norm(squares, row, p) : 1.0f;
-    for (int pack = threadIdx.x; pack < packs; pack += kWarps * 32) {
-      Pack8 held = read(row, pack);
-      if constexpr (kNorm) {
-        if constexpr (!kNormFirst) square += sum_squares(held);
+    if constexpr (kNormFirst) {
+      for (int item = threadIdx.x; item < items; item += kWarps * 32) {
+        const int row = item / (sums * 32), pack = item % (sums * 32);
+        if (pack >= packs) continue;
+        Pack8* at = reinterpret_cast<Pack8*>(storage + row * pitch) + pack;
+        const float inverse = inverse_norm(squares[row], p);
         float values[8], factors[8];
-        to_floats(held, values);
-        to_floats(pack < kWarps * 32 ? scale : scale_of(pack), factors);
+        to_floats(load(at), values);
+        to_floats(scale_of(pack), factors);
 #pragma unroll
         for (int j = 0; j < 8; ++j) values[j] *= inverse * factors[j];
-        held = from_floats<T>(values);
+        store(at, from_floats<T>(values));
       }
-      store(reinterpret_cast<Pack8*>(storage + row * pitch) + pack, held);
-    }
-    if constexpr (kNorm && !kNormFirst) {
-      square = warp_sum(square);
-      if (lane == 0) squares[warp][row] = square;
+      __syncthreads();
     }
   }
-  __syncthreads();
 
   for (int turn = 0; tile < tiles; ++turn, tile += blocks) {
     const int stage = twice ? turn % 2 : 0;
     wait_barrier(&barriers[stage], twice ? turn / 2 % 2 : 0);
     float even[4] = {}, odd[4] = {};
-#pragma unroll 2
-    for (int step = warp; step < steps; step += kWarps) {
-      const int k = (step * kStepWidth + quad * 8) * static_cast<int>(sizeof(T));
-      const char* at = ring + (stage * kRows + group) * pitch + k;
+    const auto add_step = [&](int step, const uint4& x) {
+      const char* at = ring + (stage * kRows + group) * pitch + (step * kStepWidth + quad * 8) * sizeof(T);
       const uint4 low = *reinterpret_cast<const uint4*>(at);
       const uint4 high = HALVES == 2 ? *reinterpret_cast<const uint4*>(at + 8 * pitch) : uint4{0, 0, 0, 0};
-      const uint4 x = group < p.rows ? *reinterpret_cast<const uint4*>(storage + group * pitch + k) : uint4{0, 0, 0, 0};
       const unsigned a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
       const unsigned b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
       multiply(even, a0, b0, T());
       multiply(odd, a1, b1, T());
+    };
+    if constexpr (kNorm) {
+#pragma unroll 2
+      for (int step = warp; step < steps; step += kWarps) {
+        const char* at = storage + group * pitch + (step * kStepWidth + quad * 8) * sizeof(T);
+        add_step(step, group < p.rows ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0});
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMostSteps; ++i) {
+        if (warp + i * kWarps < steps) add_step(warp + i * kWarps, column[i]);
+      }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -170,12 +195,12 @@ __global__ void __launch_bounds__(kWarps * 32, 4) few_rows_linear(FewRowsLinear 
     for (int place = threadIdx.x; place < kTile * p.rows; place += kWarps * 32) {
       const int row = place / kTile, output = place % kTile, feature = tile * kTile + output;
       if (feature < outputs) {
-        const float inverse = kNorm && !kNormFirst ? inverse_norm(squares, row, p) : 1.0f;
+        const float factor = kNorm && !kNormFirst ? inverse_norm(squares[row], p) : 1.0f;
         const auto total = [&](int from, int of) {
           float sum = 0.0f;
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) sum += partial[w][from][row];
-          sum *= inverse;
+          sum *= factor;
           return p.bias != nullptr ? sum + static_cast<float>(static_cast<const T*>(p.bias)[of]) : sum;
         };
         T* out = static_cast<T*>(p.out) + row * p.out_stride + feature;
@@ -195,7 +220,9 @@ void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
   const int outputs = EPILOGUE == Epilogue::kSwiglu ? p.out_features / 2 : p.out_features;
   const int tiles = (outputs + kTile - 1) / kTile, places = card().multiprocessors;
   const int row = p.in_features * static_cast<int>(sizeof(T)) + kPadding;
-  const auto bytes = [&](int stages) { return (8 * HALVES * stages + p.rows) * row; };
+  const auto bytes = [&](int stages) {
+    return (8 * HALVES * stages + (PROLOGUE == Prologue::kRmsNorm ? p.rows : 0)) * row;
+  };
   // One tile a block while all blocks run at once; else as many blocks as do with memory for two tiles each.
   const auto at_once = [&](int stages) {
     const int fitting = kMultiprocessorShared / (bytes(stages) + kOwnShared);

@@ -32,6 +32,7 @@ from rooflight.models.decoder import Decoder
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 8  # of a captured prompt step: as many rows as the head's kernel takes at the price of one
+LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
 
 class InFlight:
@@ -112,7 +113,8 @@ class GraphRunner(Runner):
             size = batch.tokens, batch.rows, batch.rows
             self._replay(("prompt", *size[:2]), partial(batch.step, *size))
         else:
-            batch.step(*size, whole_prompt=len(plan.rows) == 1 and plan.rows[0].start == 0)
+            whole = len(plan.rows) == 1 and plan.rows[0].start == 0 and tokens >= LONG_PROMPT
+            batch.step(*size, whole_prompt=whole)
         batch.down.begin().copy_(batch.drawn, non_blocking=True)
         return batch.down.end()
 

@@ -28,6 +28,7 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+PLANNED = 1024  # tokens: prompts are filled up to a multiple
 
 
 def prompt_attention(
@@ -76,14 +77,28 @@ def _reference(
     tokens = q.shape[0]
     if q.numel() == 0:
         return q.new_empty(q.shape)
+    # Kernels of libraries are planned for a shape, in some 50 ms, and read rows that are not aligned wrongly.
+    room = -(-tokens // PLANNED) * PLANNED if q.is_cuda else tokens
+    if room > tokens or q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
+        q = torch.cat((q, q.new_zeros(room - tokens, *q.shape[1:])))
     pages = block_table[0, : -(-tokens // k_cache.shape[2])]
-    # (1, num_kv_heads, num_tokens, head_dim), side by side
-    k, v = (c.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :tokens] for c in (k_cache, v_cache))
+    k, v = (_side_by_side(cache, pages, tokens, room) for cache in (k_cache, v_cache))
     with sdpa_kernel(BACKENDS, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
-    return out[0].transpose(0, 1).contiguous()
+        heads = q.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(heads, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)[:tokens].contiguous()
+
+
+def _side_by_side(cache: torch.Tensor, pages: torch.Tensor, tokens: int, room: int) -> torch.Tensor:
+    """(1, num_kv_heads, room, head_dim); zeros beyond the tokens, which no token before them sees."""
+    gathered = cache.index_select(0, pages).transpose(0, 1)  # (num_kv_heads, pages, page_size, head_dim)
+    out = cache.new_zeros(cache.shape[1], room, cache.shape[3])
+    whole = tokens // cache.shape[2] * cache.shape[2]
+    full = whole // cache.shape[2]
+    out[:, :whole].unflatten(1, (full, cache.shape[2])).copy_(gathered[:, :full])
+    if whole < tokens:
+        out[:, whole:tokens].copy_(gathered[:, full, : tokens - whole])
+    return out[None]
 
 
 def _composition(
