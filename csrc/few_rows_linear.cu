@@ -13,6 +13,7 @@
 
 #include "common/bulk.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 #include "few_rows_linear.h"
@@ -28,18 +29,6 @@ constexpr int kPadding = 64;  // bytes between rows of a tile: neighbouring rows
 constexpr int kMultiprocessorShared = 226 * 1024, kOwnShared = 6 * 1024, kMostBlocks = 4;
 constexpr int kWidest = 4096;
 constexpr int kMostSteps = kWidest / kStepWidth / kWarps, kMostSums = kWidest / 8 / 32;
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // From the sums of squares of a row's parts.
 __device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums], const FewRowsLinear& p) {

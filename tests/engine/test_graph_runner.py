@@ -67,6 +67,21 @@ def test_tokens_equal_the_plain_runner(plain: LLM, ahead: LLM) -> None:
     assert_idle(ahead)
 
 
+def test_decoding_rows_beside_prompts(plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too large for a graph: sequences that decode are put behind the prompts, and their tokens find back."""
+    llm = build(folder, device="cpu")
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    monkeypatch.setattr(runner, "_prompt_buckets", [])
+    seen: list[int] = []
+    step = runner._long_prompts.step
+    monkeypatch.setattr(runner._long_prompts, "step", lambda *a, **k: (seen.append(k["decodes"]), step(*a, **k)))
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert max(seen) > 1
+
+
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:
     """Requests that need the host beside others that do not, and their log-probabilities."""
     prompts, options = mixed(5)

@@ -142,12 +142,23 @@ class DecoderLayer(nn.Module):
         ops.qk_norm_rope_cache_(
             q, k, v, self.q_norm, self.k_norm, cos_sin, positions, slots, k_cache, v_cache, self.eps
         )
-        if meta.whole_prompt and not self.window:
-            mixed = ops.prompt_attention(q, k_cache, v_cache, meta.block_table)
-        else:
-            attention = ops.decode_attention if decode else ops.prefill_attention
-            mixed = attention(q, k_cache, v_cache, meta, window=self.window)  # (tokens, q heads, head_dim)
+        mixed = self._attend(q, k_cache, v_cache, meta, decode)  # (tokens, q heads, head_dim)
         return mixed.view(num_tokens, self.q_width)
+
+    def _attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: ops.AttentionMeta, decode: bool
+    ) -> torch.Tensor:
+        if decode:
+            return ops.decode_attention(q, k_cache, v_cache, meta, window=self.window)
+        if meta.whole_prompt and not self.window:
+            return ops.prompt_attention(q, k_cache, v_cache, meta.block_table)
+        if meta.decodes is None:
+            return ops.prefill_attention(q, k_cache, v_cache, meta, window=self.window)
+        tokens = q.shape[0] - meta.decodes.seq_lens.shape[0]  # of prompts
+        prompts = ops.prefill_attention(q[:tokens], k_cache, v_cache, meta, window=self.window)
+        return torch.cat(
+            (prompts, ops.decode_attention(q[tokens:], k_cache, v_cache, meta.decodes, window=self.window))
+        )
 
 
 class Decoder(nn.Module):

@@ -38,6 +38,7 @@ class AttentionMeta:
     each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens.
     max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
     whole_prompt: the host knows that there is one sequence, all of whose keys are those of the new tokens.
+    decodes: further sequences of one new token each, behind all those tokens, for decode attention.
     """
 
     block_table: torch.Tensor
@@ -46,6 +47,7 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     whole_prompt: bool = False
+    decodes: AttentionMeta | None = None
 
 
 def check_cache(
