@@ -15,8 +15,9 @@ import torch
 
 from rooflight import LLM, SamplingParams
 from rooflight.engine.core import Engine
-from rooflight.engine.graph_runner import GraphRunner, buckets
+from rooflight.engine.graph_runner import GraphRunner, buckets, prompt_sizes
 from rooflight.engine.scheduler import Scheduler
+from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload
 from tests.engine.support import assert_idle, prompt_ids
 
@@ -67,19 +68,37 @@ def test_tokens_equal_the_plain_runner(plain: LLM, ahead: LLM) -> None:
     assert_idle(ahead)
 
 
-def test_decoding_rows_beside_prompts(plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps too large for a graph: sequences that decode are put behind the prompts, and their tokens find back."""
+@pytest.mark.parametrize("captured", [[PromptSize(64, 16, 16)], []])
+def test_decoding_rows_beside_prompts(
+    captured: list[PromptSize], plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that decode are put behind the prompts, in a padded step or an exact one."""
     llm = build(folder, device="cpu")
     runner = llm.engine.runner
     assert isinstance(runner, GraphRunner)
-    monkeypatch.setattr(runner, "_prompt_buckets", [])
+    monkeypatch.setattr(runner, "_prompts", [PromptBatch(runner.model, room) for room in captured])
     seen: list[int] = []
-    step = runner._long_prompts.step
-    monkeypatch.setattr(runner._long_prompts, "step", lambda *a, **k: (seen.append(k["decodes"]), step(*a, **k)))
+    ask = PromptBatch.write
+
+    def write(self: PromptBatch, prompts: Any, decodes: Any, *rest: Any) -> None:
+        seen.append(len(decodes))
+        ask(self, prompts, decodes, *rest)
+
+    monkeypatch.setattr(PromptBatch, "write", write)
     prompts, options = mixed()
     expected = [c.token_ids for c in plain.generate(prompts, options)]
     assert [c.token_ids for c in llm.generate(prompts, options)] == expected
     assert max(seen) > 1
+
+
+def test_the_smallest_step_that_holds_the_rows() -> None:
+    sizes = prompt_sizes(256, 8192)
+    assert sizes[0] == (32, 8, 0)
+    assert sizes[-1] == (8192, 128, 256)
+    assert sizes == sorted(sizes, key=lambda size: size.tokens + size.decodes)
+    assert prompt_sizes(4, 64) == [(32, 4, 0), (64, 4, 0)]
+    assert PromptSize(64, 4, 2).holds(PromptSize(64, 4, 2))
+    assert not PromptSize(64, 4, 2).holds(PromptSize(1, 1, 3))
 
 
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:

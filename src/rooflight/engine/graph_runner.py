@@ -4,7 +4,8 @@ A launch writes its numbers into pinned memory, asks for one copy, a graph and a
 is planned and asked for while this one runs: tokens that the host has not seen yet are taken on the device.
 
     decode    graphs of one and of `most_steps` steps for each number of rows in `buckets`, padded up to it
-    prompts   graphs for up to `PROMPT_TOKENS[-1]` tokens of `PROMPT_ROWS` sequences; longer ones kernel by kernel
+    prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
+              one long prompt alone, and what does not fit, kernel by kernel
     the rest  penalties, biases, log-probabilities: as on a CPU, with the host
 """
 
@@ -25,13 +26,15 @@ from rooflight.engine.launch import Landed, Launch
 from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
-from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch
+from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch, PromptSize
 from rooflight.engine.upload import Arrival
 from rooflight.models.decoder import Decoder
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
-PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
-PROMPT_ROWS = 8  # of a captured prompt step: as many rows as the head's kernel takes at the price of one
+# Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
+# sequences that decode.
+PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024))
+MIXED_SIZES = (PromptSize(256, 16, 32), PromptSize(1024, 32, 64), PromptSize(2048, 64, 256), PromptSize(8192, 128, 256))
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
 
@@ -70,13 +73,12 @@ class GraphRunner(Runner):
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
         self.buckets = buckets(max_num_seqs)
         self.seconds: dict[str, float] = {}
-        most_prompts = max(max_num_seqs, PROMPT_ROWS)
         with torch.inference_mode():
             self._decode = {rows: DecodeBatch(self.model, rows, self.most_steps) for rows in self.buckets}
-            self._prompt_buckets = [tokens for tokens in PROMPT_TOKENS if tokens <= max_num_batched_tokens]
-            self._prompts = {tokens: PromptBatch(self.model, tokens, PROMPT_ROWS) for tokens in self._prompt_buckets}
-            self._long_prompts = PromptBatch(self.model, max_num_batched_tokens, most_prompts)
-        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+            sizes = prompt_sizes(max_num_seqs, max_num_batched_tokens)
+            self._prompts = [PromptBatch(self.model, room) for room in sizes]
+            self._any_prompts = PromptBatch(self.model, PromptSize(max_num_batched_tokens, max_num_seqs, max_num_seqs))
+        self._graphs: dict[tuple[str | int, ...], torch.cuda.CUDAGraph] = {}
         if graphs:
             self._capture_all()
 
@@ -106,27 +108,44 @@ class GraphRunner(Runner):
         return batch.down.end()
 
     def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> InFlight:
-        tokens, decodes = sum(len(row.tokens) for row in plan.rows), 0
-        # Prompts before sequences that decode: behind them these can have attention of their own.
+        # Prompts before sequences that decode: behind them these have attention of their own.
         order = sorted(range(len(plan.rows)), key=lambda index: _decodes(plan.rows[index]))
-        rows = [plan.rows[index] for index in order]
         owners = iter(sampling)
         drawing = {index: next(owners) for index, row in enumerate(plan.rows) if row.samples}
-        captured = tokens <= (self._prompt_buckets or [0])[-1] and len(rows) <= PROMPT_ROWS
-        batch = self._prompts[_fitting(self._prompt_buckets, tokens)] if captured else self._long_prompts
-        size = batch.write(rows, [drawing[index] for index in order if index in drawing])
-        if captured:
-            size = batch.tokens, batch.rows, batch.rows
-            self._replay(("prompt", *size[:2]), partial(batch.step, *size))
+        sequences = [drawing[index] for index in order if index in drawing]
+        rows = [plan.rows[index] for index in order]
+        batch, many = self._room_for(rows)
+        prompts, decodes = rows[:many], rows[many:]
+        if batch is None:
+            batch = self._any_prompts
+            size = _size_of(prompts, decodes)
+            batch.write(prompts, decodes, sequences, size)
+            whole = len(rows) == 1 and rows[0].start == 0 and size.tokens >= LONG_PROMPT
+            batch.step(size, len(sequences), whole)
         else:
-            decodes = sum(map(_decodes, rows))
-            whole = len(rows) == 1 and rows[0].start == 0 and tokens >= LONG_PROMPT
-            batch.step(*size, whole_prompt=whole, decodes=decodes)
+            size = batch.room
+            batch.write(prompts, decodes, sequences, size)
+            self._replay(("prompt", *size), partial(batch.step, size, size.rows))
         batch.down.begin().copy_(batch.drawn, non_blocking=True)
-        drawn = {index: column for column, index in enumerate(index for index in order if index in drawing)}
-        return InFlight(batch.down.end(), [1] * len(drawing), [drawn[index] for index in drawing])
+        columns = {index: column for column, index in enumerate(index for index in order if index in drawing)}
+        return InFlight(batch.down.end(), [1] * len(columns), [columns[index] for index in drawing])
 
-    def _replay(self, key: tuple[str, int, int], step: Callable[[], None]) -> None:
+    def _room_for(self, rows: list[Row]) -> tuple[PromptBatch | None, int]:
+        """The smallest captured step that holds these rows, and how many of them, the first ones, are its prompts."""
+        prompts = sum(not _decodes(row) for row in rows)
+        apart = _size_of(rows[:prompts], rows[prompts:])
+        # A few sequences that decode can pass for prompts of one token.
+        together = _size_of(rows, [])
+        if prompts == 1 and apart.tokens >= LONG_PROMPT and len(rows) == 1 and rows[0].start == 0:
+            return None, prompts
+        for batch in self._prompts:
+            if batch.room.holds(apart):
+                return batch, prompts
+            if batch.room.holds(together):
+                return batch, len(rows)
+        return None, prompts
+
+    def _replay(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
         if graph is None:
             step()
@@ -137,14 +156,13 @@ class GraphRunner(Runner):
         """Every graph there may be a use for; none is made while requests wait."""
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), torch.cuda.device(self.device):
-            for tokens, prompt in reversed(self._prompts.items()):
-                size = tokens, prompt.rows, prompt.rows
-                self._capture(("prompt", *size[:2]), partial(prompt.step, *size), pool)
+            for prompt in reversed(self._prompts):
+                self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
             for rows, batch in reversed(self._decode.items()):
                 for many in (1, self.most_steps):
                     self._capture(("decode", rows, many), partial(_decode_steps, batch, many), pool)
 
-    def _capture(self, key: tuple[str, int, int], step: Callable[[], None], pool: Any) -> None:
+    def _capture(self, key: tuple[str | int, ...], step: Callable[[], None], pool: Any) -> None:
         begin = time.perf_counter()
         if key[0] == "prompt" or key[2] == 1:  # kernels are compiled and loaded, and libraries made ready, outside
             side = torch.cuda.Stream()
@@ -168,6 +186,22 @@ class GraphRunner(Runner):
 def buckets(most: int) -> list[int]:
     """Numbers of rows that have graphs: powers of two, and the most there may be."""
     return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+
+def prompt_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptSize]:
+    """Steps with prompts that have graphs, the smallest first."""
+    sizes = {
+        PromptSize(
+            min(size.tokens, max_num_batched_tokens), min(size.prompts, max_num_seqs), min(size.decodes, max_num_seqs)
+        )
+        for size in (*PROMPT_SIZES, *MIXED_SIZES)
+        if size.tokens < 2 * max_num_batched_tokens
+    }
+    return sorted(sizes, key=lambda size: (size.tokens + size.decodes, size))
+
+
+def _size_of(prompts: Many[Row], decodes: Many[Row]) -> PromptSize:
+    return PromptSize(sum(len(row.tokens) for row in prompts), len(prompts), len(decodes))
 
 
 def _decodes(row: Row) -> bool:

@@ -8,6 +8,7 @@ graph's size write nothing: slot -1, no keys, no place.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,68 +112,85 @@ class DecodeBatch:
         ops.advance_decode_(tokens, *moved, *rest, index)
 
 
-class PromptBatch:
-    """Up to `tokens` new tokens of up to `rows` sequences."""
+class PromptSize(NamedTuple):
+    """Of a step, or of what there is room for: prompts' new tokens, prompts, and sequences that decode beside them."""
 
-    def __init__(self, model: Model, tokens: int, rows: int) -> None:
-        self.model, self.tokens, self.rows = model, tokens, rows
+    tokens: int
+    prompts: int
+    decodes: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.prompts + self.decodes
+
+    def holds(self, other: PromptSize) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class PromptBatch:
+    """New tokens of prompts, and behind them those of sequences that decode, a token each."""
+
+    def __init__(self, model: Model, room: PromptSize) -> None:
+        self.model, self.room = model, room
         columns: Columns = {
-            **dict.fromkeys(("ids", "positions", "slots", "owners"), ((tokens,), INTS)),
-            "query_starts": ((rows + 1,), SHORTS),
-            "seq_lens": ((rows,), SHORTS),
-            **dict.fromkeys(("wanted", "places"), ((rows,), INTS)),
-            **_sampling_columns(rows),
-            "table": ((rows, model.table_width), SHORTS),
+            **dict.fromkeys(("ids", "positions", "slots", "owners"), ((room.tokens + room.decodes,), INTS)),
+            "query_starts": ((room.prompts + 1,), SHORTS),
+            "seq_lens": ((room.rows,), SHORTS),
+            **dict.fromkeys(("wanted", "places"), ((room.rows,), INTS)),
+            **_sampling_columns(room.rows),
+            "table": ((room.rows, model.table_width), SHORTS),
         }
         self.upload = Upload(columns, model.device)
-        self.drawn = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
-        self.down = Download(1, rows, model.device)
+        self.drawn = torch.zeros(1, room.rows, dtype=torch.int64, device=model.device)
+        self.down = Download(1, room.rows, model.device)
 
-    def write(self, rows: Many[Row], sequences: Many[Sequence]) -> tuple[int, int, int]:
-        """Write down a step of these rows and send it; returns its numbers of tokens, rows and rows that sample."""
-        host, size = self.upload.begin(), self.model.cache.page_size
-        count, sampling = len(rows), [index for index, row in enumerate(rows) if row.samples]
-        lengths = np.array([len(row.tokens) for row in rows])
-        starts = np.array([row.start for row in rows])
+    def write(self, prompts: Many[Row], decodes: Many[Row], sequences: Many[Sequence], size: PromptSize) -> None:
+        """Write down a step and send it, for `step(size)`. sequences: of the rows that sample, in the rows' order."""
+        host, page_size = self.upload.begin(), self.model.cache.page_size
+        lengths = np.array([len(row.tokens) for row in prompts], dtype=np.int64)
         ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        for index, row in enumerate(rows):
-            host["table"][index, : len(row.pages)] = row.pages
-            host["ids"][ends[index] - lengths[index] : ends[index]] = row.tokens
-        owner = np.repeat(np.arange(count), lengths)
-        positions = np.arange(total) + (starts - ends + lengths)[owner]
-        slots = host["table"][owner, positions // size].astype(np.int64) * size + positions % size
+        # Where the rows' tokens begin, and which place in the table each row has.
+        begins = np.concatenate((ends - lengths, size.tokens + np.arange(len(decodes))))
+        places_in_table = [*range(len(prompts)), *range(size.prompts, size.prompts + len(decodes))]
+        rows = [*prompts, *decodes]
+        counts = np.concatenate((lengths, np.ones(len(decodes), np.int64)))
+        starts = np.array([row.start for row in rows])
+        for name, nothing in (("ids", 0), ("positions", 0), ("slots", -1), ("owners", NOWHERE), ("seq_lens", 0)):
+            host[name][:] = nothing
+        for place, begin, row in zip(places_in_table, begins.tolist(), rows, strict=True):
+            host["table"][place, : len(row.pages)] = row.pages
+            host["ids"][begin : begin + len(row.tokens)] = row.tokens
+        owner = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the row's new tokens
+        where, positions = begins[owner] + within, starts[owner] + within
+        pages = host["table"][np.array(places_in_table)[owner], positions // page_size].astype(np.int64)
         places = np.array([row.place for row in rows])
-        host["ids"][total:] = 0
-        host["query_starts"][0], host["query_starts"][1 : count + 1], host["query_starts"][count + 1 :] = 0, ends, total
-        columns = {
-            "positions": (positions, 0),
-            "slots": (slots, -1),
-            "owners": (places[owner], NOWHERE),
-            "seq_lens": (starts + lengths, 0),
-            "wanted": (ends[sampling] - 1, 0),
-            "places": (places[sampling], NOWHERE),
-        }
-        for name, (values, padding) in columns.items():
-            host[name][: len(values)], host[name][len(values) :] = values, padding
-        _write_sampling(host, sequences, (starts + lengths)[sampling].tolist())
+        host["positions"][where], host["owners"][where] = positions, places[owner]
+        host["slots"][where] = pages * page_size + positions % page_size
+        host["seq_lens"][places_in_table] = starts + counts
+        host["query_starts"][0] = 0
+        host["query_starts"][1 : len(prompts) + 1] = ends
+        host["query_starts"][len(prompts) + 1 :] = ends[-1] if len(prompts) else 0
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        for name, values, nothing in (
+            ("wanted", (begins + counts - 1)[sampling], 0),
+            ("places", places[sampling], NOWHERE),
+        ):
+            host[name][: len(sampling)], host[name][len(sampling) :] = values, nothing
+        _write_sampling(host, sequences, (starts + counts)[sampling].tolist())
         self.upload.send()
-        return total, count, len(sampling)
 
-    def step(self, tokens: int, rows: int, sampling: int, whole_prompt: bool = False, decodes: int = 0) -> None:
-        """Run so many tokens of so many rows: all that there is room for in a graph, those that are there outside.
-
-        decodes: how many of the rows, the last ones, have one token each that goes through decode attention.
-        """
-        model, given = self.model, self.upload.device
-        ids = model.known(given["ids"][:tokens], given["owners"][:tokens])
-        starts, lengths, table = given["query_starts"][: rows + 1], given["seq_lens"][:rows], given["table"][:rows]
-        prompts, longest, other = rows - decodes, model.max_model_len, None
-        if decodes:
-            other = ops.AttentionMeta(table[prompts:], lengths[prompts:], lengths[prompts:], 1, longest)
-        own = table[:prompts], lengths[:prompts], starts[: prompts + 1]
-        meta = ops.AttentionMeta(*own, tokens, longest, whole_prompt, other)
-        positions, slots = given["positions"][:tokens], given["slots"][:tokens]
+    def step(self, size: PromptSize, sampling: int, whole_prompt: bool = False) -> None:
+        """Run what was written. sampling: rows that sample; in a graph all that there is room for."""
+        model, given, total = self.model, self.upload.device, size.tokens + size.decodes
+        ids = model.known(given["ids"][:total], given["owners"][:total])
+        lengths, table, longest, other = given["seq_lens"], given["table"], model.max_model_len, None
+        if size.decodes:
+            own = slice(size.prompts, size.rows)
+            other = ops.AttentionMeta(table[own], lengths[own], lengths[own], 1, longest)
+        prompts = table[: size.prompts], lengths[: size.prompts], given["query_starts"][: size.prompts + 1]
+        meta = ops.AttentionMeta(*prompts, size.tokens, longest, whole_prompt, other)
+        positions, slots = given["positions"][:total], given["slots"][:total]
         hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
         if sampling:
             drawn = model.draw(model.decoder.logits(hidden[given["wanted"][:sampling]]), given)
