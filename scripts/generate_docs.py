@@ -18,6 +18,7 @@ from typing import Any
 import decode_tables
 import norm_tables
 import roofline_tables
+import start_tables
 from norm_tables import markdown
 
 import rooflight
@@ -113,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **norm_tables.TABLES,
     **roofline_tables.TABLES,
     **decode_tables.TABLES,
+    **start_tables.TABLES,
 }
 
 

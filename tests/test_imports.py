@@ -162,3 +162,14 @@ def test_import_is_light_and_touches_no_gpu() -> None:
     outside = set(result["new"]) - set(sys.stdlib_module_names) - {"rooflight"}
     assert not outside, f"importing rooflight also imports {outside}"
     assert not [name for name in result["all"] if name.startswith("rooflight.kernels.triton.")]
+
+
+def test_importing_the_runtime_is_light_too() -> None:
+    """What a start pays for before it loads anything. Jinja is for chats, gguf and the hub for models from there."""
+    code = "import json, sys\nfrom rooflight import LLM\nprint(json.dumps(sorted(sys.modules)))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout))
+    assert "rooflight.engine.llm" in loaded
+    heavy = {"triton", "torch._dynamo", "torch._inductor", "sympy", "transformers", "gguf", "jinja2", "huggingface_hub"}
+    assert not heavy & loaded
+    assert not [name for name in loaded if name.startswith("rooflight.kernels.triton.")]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rooflight.bench import results, roof
 from rooflight.bench.request import RequestReport, RequestSetup, run
-from rooflight.cli import bench_ops, bench_throughput, loading
+from rooflight.cli import bench_ops, bench_start, bench_throughput, loading
 from rooflight.cli.bar import bar
 from rooflight.cli.bench_request_tables import show_requests
 from rooflight.cli.bench_tables import show_idle
@@ -37,6 +37,7 @@ app.command()(bench_ops.card)
 app.command("all")(bench_ops.everything)
 app.command("self-test")(bench_ops.check_itself)
 app.command()(bench_throughput.throughput)
+app.command()(bench_start.start)
 
 
 @app.callback(invoke_without_command=True)

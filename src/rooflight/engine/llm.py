@@ -44,8 +44,8 @@ class LLM:
     pages of the KV pool.
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
     On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
-    progress: called with (bytes loaded, bytes in all). Raises ValueError for arguments and files that are wrong,
-    FileNotFoundError for a folder without tokenizer.json.
+    progress: called with (bytes loaded, bytes in all). `start_seconds` says afterwards what took how long.
+    Raises ValueError for arguments and files that are wrong, FileNotFoundError for a folder without tokenizer.json.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ class LLM:
         self.start_seconds = {"weights": time.perf_counter() - begin}
         self.config = loaded.config
         self.decoder = loaded.decoder
+        begin = time.perf_counter()
         self.tokenizer = None if skip_tokenizer else _tokenizer(loaded.tokenizer_files)
+        self.start_seconds["tokenizer"] = time.perf_counter() - begin
+        begin = time.perf_counter()
         kv_dtype = self.decoder.embed.dtype
         place = torch.device(device)
         plan = plan_cache(
@@ -90,6 +93,7 @@ class LLM:
         )
         self.max_model_len = plan.max_model_len
         cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, place)
+        self.start_seconds["KV cache"] = time.perf_counter() - begin
         most_seqs = min(max_num_seqs, most_tokens)
         self.graph_buckets: tuple[int, ...] = ()
         runner = Runner(self.decoder, cache, plan.max_model_len)

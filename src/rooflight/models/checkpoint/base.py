@@ -17,7 +17,8 @@ class TensorInfo(NamedTuple):
     """One tensor as its file's header describes it; nothing has been read yet.
 
     `dtype` is what the values are stored as, None for a quantised or unreadable type; `type_name` is the file's
-    own word for it; `refused` says why it cannot be read, empty if it can.
+    own word for it; `refused` says why it cannot be read, empty if it can. `begin` is the byte of the file at which
+    its values begin, where they lie there as they are.
     """
 
     shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class TensorInfo(NamedTuple):
     num_bytes: int
     file: str
     refused: str = ""
+    begin: int = 0
 
 
 class Checkpoint(Protocol):

@@ -2,7 +2,7 @@
 
 The header is checked against the file's size before anything is mapped: a cut shard that is mapped anyway reads
 as zeros or kills the process at the first touch (vllm-metal and vmlx-swift report the first). The bytes
-themselves are read by the `safetensors` library, which maps the file.
+themselves are read by the `safetensors` library, which maps the file; those for a GPU by `staging`.
 
 Format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, then the data
 without holes (https://huggingface.co/docs/safetensors).
@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rooflight.models.checkpoint.base import CheckpointError, TensorInfo
+from rooflight.models.checkpoint.staging import Staging
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -46,7 +47,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
-        return _check_entries(path, entries, size - 8 - length)
+        return _check_entries(path, entries, 8 + length, size)
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -54,9 +55,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: the header is not valid ({reason})") from error
 
 
-def _check_entries(path: Path, entries: list[tuple[str, Any]], data_bytes: int) -> dict[str, TensorInfo]:
+def _check_entries(path: Path, entries: list[tuple[str, Any]], data: int, size: int) -> dict[str, TensorInfo]:
+    """data: the byte at which the values begin."""
     tensors: dict[str, TensorInfo] = {}
-    expected_begin = 0
+    data_bytes, expected_begin = size - data, 0
     for name, entry in entries:
         begin, end = (int(offset) for offset in entry["data_offsets"])
         shape = tuple(int(dim) for dim in entry["shape"])
@@ -72,7 +74,7 @@ def _check_entries(path: Path, entries: list[tuple[str, Any]], data_bytes: int) 
                 f"{path}: the file is cut off: tensor {name} ends at data byte {end}, the file has {data_bytes}"
             )
         refused = "" if dtype is not None else f"type {type_name}; readable: {', '.join(_READABLE)}"
-        tensors[name] = TensorInfo(shape, dtype, type_name, end - begin, str(path), refused)
+        tensors[name] = TensorInfo(shape, dtype, type_name, end - begin, str(path), refused, data + begin)
         expected_begin = end
     if expected_begin != data_bytes:
         extra = data_bytes - expected_begin
@@ -123,6 +125,7 @@ class SafetensorsCheckpoint:
         self._folder = folder
         self._open_path = ""
         self._open_file: Any = None
+        self._staging: Staging | None = None
 
     @property
     def name(self) -> str:
@@ -135,9 +138,19 @@ class SafetensorsCheckpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         path = self._tensors[name].file
         try:
+            if out.is_cuda:
+                self._stage(self._tensors[name], out)
+                return
             if path != self._open_path:  # one shard mapped at a time
                 self._open_file, self._open_path = None, ""
                 self._open_file, self._open_path = safe_open(path, framework="pt", device="cpu"), path
             out.copy_(self._open_file.get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+    def _stage(self, info: TensorInfo, out: torch.Tensor) -> None:
+        assert info.dtype is not None  # what has none was refused
+        if self._staging is None:
+            self._staging = Staging()
+        with open(info.file, "rb", buffering=0) as file:
+            self._staging.copy(file, info.begin, info.dtype, out)
