@@ -91,7 +91,7 @@ def _fit(operator: str, protocol: str, rows: Sequence[Mapping[str, Any]], width:
     seen = [(size, time) for own, size, time in points if own == width]
     if len({size for size, _ in seen}) < FEWEST_ROWS:
         return Fit(operator, protocol, len(seen), reason=f"not measured at width {width}")
-    overhead, slope = _least_squares(seen)
+    overhead, slope = least_squares(seen)
     fit = Fit(operator, protocol, len(seen), overhead, 1e6 / (slope * rate))
     unseen = [(size, time) for own, size, time in points if own != width]
     if not unseen:
@@ -100,7 +100,7 @@ def _fit(operator: str, protocol: str, rows: Sequence[Mapping[str, Any]], width:
     return Fit(operator, protocol, len(seen), overhead, fit.fraction, len(errors), median(errors), max(errors))
 
 
-def _least_squares(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+def least_squares(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """(a, b), neither negative, with the smallest sum of ((a + b size) / time - 1)^2; at least two sizes differ."""
     ones = sizes = squares = times = mixed = 0.0
     for size, time in points:
