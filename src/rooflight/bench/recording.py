@@ -89,38 +89,38 @@ class Decoding:
         return round(sum(lengths) / len(lengths))
 
 
-def least_context(llm: LLM, batch: int, steps: int) -> int:
-    """What `time_decode` and `record_decode` need: they run up to a context from some tokens before it."""
-    return _before(llm, batch, steps) + 1
+def least_context(llm: LLM, launches: int = TIMED) -> int:
+    """Of what so many launches are to be watched at: they run up to it, and as far beyond."""
+    return _before(llm, launches) + 1
 
 
-def _before(llm: LLM, batch: int, steps: int) -> int:
-    """Tokens between a prompt and the middle of what is timed or recorded: launches, and a few for ends of prompts."""
-    most = llm.engine.runner.most_steps
-    return most * (WARM + max(TIMED, -(-steps // most)) // 2 + 1) + 2
+def _before(llm: LLM, launches: int) -> int:
+    """Tokens between a prompt and the middle of what is watched. One launch more is in flight when it begins."""
+    return llm.engine.runner.most_steps * (2 * (WARM + 1) + launches) // 2
 
 
-def _decoding(llm: LLM, batch: int, context: int, steps: int) -> Decoding:
-    before, most = _before(llm, batch, steps), llm.engine.runner.most_steps
+def _decoding(llm: LLM, batch: int, context: int, launches: int) -> Decoding:
+    before, most = _before(llm, launches), llm.engine.runner.most_steps
     if context <= before:
         raise ValueError(f"context must be more than {before} tokens, which run before it, was {context:,}")
-    room = llm.max_model_len - (context - before)
-    return Decoding(llm, batch, context - before, min(2 * before + most * 4 + batch, room))
+    prompt = context - before
+    # Those whose prompts come first get a token in every step of the others' prompts.
+    return Decoding(llm, batch, prompt, min(most * (WARM + launches + 4) + batch, llm.max_model_len - prompt))
 
 
-def time_decode(llm: LLM, batch: int, context: int) -> float:
+def time_decode(llm: LLM, batch: int, context: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Microseconds of a decode step for the host, one launch after the other, around `context` tokens."""
-    with _decoding(llm, batch, context, 1) as decoding:
+    with _decoding(llm, batch, context, TIMED) as decoding:
         decoding.land(WARM)
-        begin = time.perf_counter()
+        begin = clock()
         tokens = decoding.land(TIMED)
-        return (time.perf_counter() - begin) / tokens * 1e6
+        return (clock() - begin) / tokens * 1e6
 
 
 def record_decode(llm: LLM, batch: int, context: int, steps: int, recorder: Record = record) -> Seen:
     """At least `steps` decode steps, whole launches of them, around `context` tokens."""
     count = -(-steps // llm.engine.runner.most_steps)
-    with _decoding(llm, batch, context, steps) as decoding:
+    with _decoding(llm, batch, context, count) as decoding:
         decoding.land(WARM)
         synchronize()
         at = decoding.context

@@ -27,7 +27,8 @@ _KINDS = (
     ("sample", r"^_(?:best_of_chunks|weigh_chunks|gather|draw)|sample"),
     ("gate", r"silu|swiglu"),
     ("norm", r"rms_norm|_norm"),
-    ("product", r"few_rows_linear|nvjet|gemm|gemv|cutlass|cublas|split_?k"),
+    ("sum of parts", r"split_?[kK]"),
+    ("product", r"few_rows_linear|nvjet|gemm|gemv|cutlass|cublas"),
     ("upload", r"^Memcpy HtoD"),
     ("download", r"^Memcpy DtoH"),
     ("gather", r"index|gather|scatter|embedding"),
@@ -36,27 +37,28 @@ _KINDS = (
 )
 _RULES = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
 _TORCH = ("gather", "copy", "other")  # what compositions of PyTorch operators launch
-# By operator: kinds of kernels that it may launch.
-_LAUNCHES: dict[str, tuple[str, ...]] = {
-    "rms_norm_linear": ("norm product", "norm", "product"),
-    "rms_norm_swiglu": ("norm gate product", "norm", "product", "gate"),
-    "linear_add_": ("product sum", "product", "copy", "other"),
-    "linear": ("product",),
-    "rms_norm": ("norm",),
-    "fused_add_rms_norm_": ("norm",),
-    "silu_and_mul": ("gate",),
-    "qk_norm_rope_cache_": ("rope",),
-    "decode_attention": ("attention",),
-    "prefill_attention": ("attention",),
-    "embedding": ("gather",),
-    "index": ("gather",),
-    "sample": ("sample", *_TORCH),
-    "_to_copy": ("copy",),
-    ADVANCE: ("advance", *_TORCH),
-    RUNNER: ("upload", "download", *_TORCH),
+# By operator: kinds of its first kernel, and of those behind it.
+_LAUNCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rms_norm_linear": (("norm product", "norm"), ("product", "sum of parts")),
+    "rms_norm_swiglu": (("norm gate product", "norm"), ("product", "sum of parts", "gate")),
+    "linear_add_": (("product sum", "product"), ("sum of parts", "copy", "other")),
+    "linear": (("product",), ("sum of parts",)),
+    "rms_norm": (("norm",), ()),
+    "fused_add_rms_norm_": (("norm",), ()),
+    "silu_and_mul": (("gate",), ()),
+    "qk_norm_rope_cache_": (("rope",), ()),
+    "decode_attention": (("attention",), ()),
+    "prefill_attention": (("attention",), ()),
+    "embedding": (("gather",), ()),
+    "index": (("gather",), ()),
+    "sample": (("sample", *_TORCH), ()),
+    "_to_copy": (("copy",), ()),
+    ADVANCE: (("advance", *_TORCH), ()),
+    RUNNER: (("upload", "download", *_TORCH), ()),
 }
 _SILENT = ("all_reduce", "all_gather")  # one rank launches nothing for them
 _FITS, _WRONG, _WITHOUT = 2.0, -2.0, 1.0  # points for a kernel of its call, of another's; against a call without one
+_LATER = 1.5  # points against a call that begins with a kernel that others of its own come before
 _UNKNOWN = 0.5  # points against a call that begins with a kernel of no known kind; less than if it went without
 
 
@@ -71,6 +73,7 @@ def owners(kernels: Sequence[str], operators: Sequence[str]) -> list[int]:
         raise ValueError("operators must name at least one call, were none")
     kinds = [kind_of(kernel) for kernel in kernels]
     points = {kind: _points(kind, operators) for kind in set(kinds)}
+    begins = {kind: _against_beginning(kind, operators) for kind in set(kinds)}
     lacks = np.array([0.0 if name in _SILENT else _WITHOUT for name in operators])
     before = np.concatenate(([0.0], np.cumsum(lacks)))  # lost where all calls in front of one go without
     places = np.arange(len(operators))
@@ -78,13 +81,13 @@ def owners(kernels: Sequence[str], operators: Sequence[str]) -> list[int]:
     score = np.zeros(0)
     for row, kind in enumerate(kinds):
         if row == 0:
-            score = points[kind] - before[:-1]
+            score = points[kind] - before[:-1] - begins[kind]
             continue
         # The best call of the kernel in front among all before this one, what lies between them going without.
         ahead = score + before[1:]
         best = np.maximum.accumulate(ahead)
         where = np.maximum.accumulate(np.where(ahead >= best, places, 0))
-        moved = np.concatenate(([-np.inf], best[:-1])) - before[:-1] - (0.0 if kind else _UNKNOWN)
+        moved = np.concatenate(([-np.inf], best[:-1])) - before[:-1] - begins[kind]
         stays = score >= moved
         came[row] = np.where(stays, places, np.concatenate(([0], where[:-1])))
         score = np.where(stays, score, moved) + points[kind]
@@ -94,7 +97,14 @@ def owners(kernels: Sequence[str], operators: Sequence[str]) -> list[int]:
 def _points(kind: str, operators: Sequence[str]) -> np.ndarray:
     if not kind:
         return np.zeros(len(operators))
-    return np.array([_FITS if kind in _LAUNCHES.get(name, ()) else _WRONG for name in operators])
+    may = {name: sum(_LAUNCHES.get(name, ((), ())), ()) for name in set(operators)}
+    return np.array([_FITS if kind in may[name] else _WRONG for name in operators])
+
+
+def _against_beginning(kind: str, operators: Sequence[str]) -> np.ndarray:
+    if not kind:
+        return np.full(len(operators), _UNKNOWN)
+    return np.array([_LATER if kind in _LAUNCHES.get(name, ((), ()))[1] else 0.0 for name in operators])
 
 
 def _walked_back(came: np.ndarray, score: np.ndarray) -> list[int]:
