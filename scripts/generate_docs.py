@@ -18,6 +18,7 @@ from typing import Any
 import decode_tables
 import norm_tables
 import roofline_tables
+import step_tables
 from norm_tables import markdown
 
 import rooflight
@@ -25,7 +26,7 @@ from rooflight.kernels.providers import CUDA, TRITON
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/decode.md", "docs/engine.md", "docs/norms.md", "docs/roofline.md")
+FILES = ("README.md", "docs/decode.md", "docs/engine.md", "docs/norms.md", "docs/profile.md", "docs/roofline.md")
 PROVIDERS = {"ref": (), "triton": TRITON, "cuda": CUDA}
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -113,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **norm_tables.TABLES,
     **roofline_tables.TABLES,
     **decode_tables.TABLES,
+    **step_tables.TABLES,
 }
 
 

@@ -118,6 +118,8 @@ def _measure(
     if as_json:
         print(json.dumps(data, indent=1))
     else:
+        if not sweep:  # what it should take, as without a GPU
+            _model(model, step_report.card_here().key, batch, context, phase, dtype, None, None, False)
         show_measured(report)
     if out is not None:
         for path in results.write(out, "explain_measured", data):

@@ -1,4 +1,4 @@
-"""The pages of `rooflight profile` and `rooflight explain --measure`."""
+"""The pages of `rooflight profile` and `rooflight explain --measure`. Their tables fit 80 columns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.table import Table
 
 from rooflight.bench.step_report import StepsReport, described_errors
 from rooflight.cli.explain_tables import COLOURS, microseconds
+from rooflight.cli.explain_trace import broken
 from rooflight.limits.profile.step import KernelRow, OperatorRow, StepProfile
 
 TOP = 5
+FIGURES = 57  # columns that a kernel's name leaves to its figures
 NOTE = (
     "A kernel's time is from the end of the one before to its own end: kernels of a graph overlap, and their durations "
     "would count waiting twice. The gap in front of it is part of it. Limits are of its operator, wherever its kernels "
@@ -28,10 +30,11 @@ def show_profile(found: StepProfile) -> None:
     for line in summary(found):
         console.print(line, soft_wrap=True)
     console.print(f"[bold]The {min(TOP, len(found.kernels))} most expensive of {len(found.kernels)} kernels[/bold]")
-    console.print(_kernels(found, found.kernels[:TOP]))
+    width = max(console.width - FIGURES, 16)
+    console.print(_kernels(found, found.kernels[:TOP], width))
     if len(found.kernels) > TOP:
         console.print("[bold]The others[/bold]")
-        console.print(_kernels(found, found.kernels[TOP:]))
+        console.print(_kernels(found, found.kernels[TOP:], width))
     console.print("[bold]By operator[/bold]")
     console.print(_operators(found))
     console.print(NOTE, style="dim")
@@ -66,7 +69,7 @@ def show_measured(report: StepsReport) -> None:
             console.print(line, soft_wrap=True)
         console.print(_operators(found))
         return
-    table = _table("step", "limit µs", "kernels µs", "foretold µs", "measured µs", "error", "host µs", "busy")
+    table = _table("µs a step", "limit", "kernels", "foretold", "measured", "error", "host", "busy")
     for step, found in zip(report.asked, report.profiles, strict=True):
         figures = (found.stream_us, found.graph_us, found.foretold_us, found.step_us)
         table.add_row(
@@ -86,48 +89,37 @@ def _title(found: StepProfile) -> str:
     return f"a prompt of {found.context:,} tokens"
 
 
-def _kernels(found: StepProfile, rows: Sequence[KernelRow]) -> Table:
-    names = ("a step", "µs", "gaps", "share", "MB", "GFLOP", "limit µs", "at limit")
-    table = _table("kernel", *names, left=("operator", "wall"))
+def _kernels(found: StepProfile, rows: Sequence[KernelRow], width: int) -> Table:
+    """Below each kernel its operator, whose bytes and operations, limit and wall these are."""
+    table = _table("kernel", "a step", "µs", "gaps", "share", "work", "limit", "at it", left=("wall",))
     for row in rows:
         owner = found.row(row.operator)
-        colour = COLOURS[owner.wall]
+        title = escape(broken(row.name, width)) + f"\n[dim]{escape(broken(row.operator, width))}[/dim]"
         table.add_row(
-            escape(row.name),
-            row.operator,
-            f"[{colour}]{owner.wall}[/{colour}]",
+            title,
+            _wall(owner),
             f"{row.count:,.4g}",
             microseconds(row.us),
             microseconds(row.idle_us),
             f"{row.share:.1%}",
-            *_work(owner),
+            "–" if owner.bytes is None else f"{owner.bytes / 1e6:,.1f} MB\n{(owner.flops or 0) / 1e9:,.2f} GF",
+            _us(owner.limit_us),
+            percent(owner.at_limit),
         )
     return table
 
 
 def _operators(found: StepProfile) -> Table:
-    names = ("calls", "kernels", "µs", "share", "MB", "GFLOP", "limit µs", "at limit", "foretold", "error")
+    names = ("µs", "share", "limit", "at limit", "foretold", "error")
     table = _table("operator", *names, left=("wall",))
     for row in found.rows:
-        colour = COLOURS[row.wall]
-        table.add_row(
-            row.name,
-            f"[{colour}]{row.wall}[/{colour}]",
-            f"{row.calls:,}",
-            f"{row.kernels:,.4g}",
-            _us(row.measured_us),
-            f"{row.share:.1%}",
-            *_work(row),
-            _us(row.foretold_us),
-            percent(row.error, signed=True),
-        )
+        figures = f"{row.share:.1%}", _us(row.limit_us), percent(row.at_limit), _us(row.foretold_us)
+        table.add_row(row.name, _wall(row), _us(row.measured_us), *figures, percent(row.error, signed=True))
     return table
 
 
-def _work(row: OperatorRow) -> tuple[str, ...]:
-    moved = "–" if row.bytes is None else f"{row.bytes / 1e6:,.1f}"
-    done = "–" if row.flops is None else f"{row.flops / 1e9:,.2f}"
-    return moved, done, _us(row.limit_us), percent(row.at_limit)
+def _wall(row: OperatorRow) -> str:
+    return f"[{COLOURS[row.wall]}]{row.wall}[/{COLOURS[row.wall]}]"
 
 
 def _us(value: float | None) -> str:
@@ -140,9 +132,9 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 def _table(first: str, *others: str, left: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(first, overflow="fold", min_width=12)
+    table.add_column(first, overflow="fold")
     for name in left:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table

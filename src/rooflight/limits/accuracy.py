@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from rooflight.limits.ceilings import Ceilings
-from rooflight.limits.trace import Step, trace
+from rooflight.limits.trace import ON_GPU, Step, trace
 from rooflight.models.config import ModelConfig
 
 OURS = "rooflight"  # the contender whose times are foretold
@@ -54,7 +54,7 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
     """
     rows = _measured(folder, card)
     rate = 2 / (1 / card.read_rate(1e12) + 1 / card.write_rate)
-    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16)))
+    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16), ON_GPU))
     operators = list(dict.fromkeys([*calls, *(row["operator"] for row in rows)]))
     fits = []
     for operator in operators:
