@@ -62,7 +62,7 @@ class FakeRecorder:
 def test_sequences_decode_around_the_context_that_was_asked_for(llm: LLM) -> None:
     seen = record_decode(llm, 3, 150, 16, FakeRecorder(Step("decode", 3, 150)))
     assert abs(seen.context - 150) <= 4
-    assert len(seen.launches) == 3
+    assert [launch.spans[0].start for launch in seen.launches] == [1e5, 2e5]  # without the first of three
     assert seen.host_calls == 3
     assert not llm.engine.busy
     assert llm.engine.scheduler.pool.free == PAGES
@@ -124,7 +124,7 @@ def test_a_watched_step_is_joined_to_its_explanation(report: StepsReport) -> Non
     assert abs(decode.context - 150) <= 4
     assert decode.row("linear_add_ o").measured_us == pytest.approx(2 * TINY.num_layers)
     assert decode.row("linear_add_ o").foretold_us > TINY.num_layers
-    assert decode.step_us == pytest.approx(2 * (decode.kernels_per_step))
+    assert decode.step_us == pytest.approx(2 * (decode.kernels_per_step - 2 / 8))
     assert decode.wall_us > 0
     assert (prompt.phase, prompt.context, prompt.steps) == ("prefill", 40, 1)
     assert prompt.row("prefill_attention").measured_us == pytest.approx(2 * TINY.num_layers)

@@ -119,13 +119,15 @@ def time_decode(llm: LLM, batch: int, context: int, clock: Callable[[], float] =
 
 def record_decode(llm: LLM, batch: int, context: int, steps: int, recorder: Record = record) -> Seen:
     """At least `steps` decode steps, whole launches of them, around `context` tokens."""
-    count = -(-steps // llm.engine.runner.most_steps)
-    with _decoding(llm, batch, context, count) as decoding:
+    most = llm.engine.runner.most_steps
+    count = -(-steps // most)
+    with _decoding(llm, batch, context, count + 2) as decoding:  # one more, and as much before the middle as behind
         decoding.land(WARM)
         synchronize()
         at = decoding.context
-        events = recorder(lambda: decoding.land(count))
-        return _seen(events, (at + decoding.context) // 2)
+        events = recorder(lambda: decoding.land(count + 1))
+        # Before the first there is nothing that the GPU does while the host gets it ready.
+        return _seen(events, (at + most + decoding.context) // 2, skipped=1)
 
 
 def time_prompt(llm: LLM, tokens: int) -> float:
@@ -161,8 +163,8 @@ def _prompt(llm: LLM, tokens: int, seed: int) -> None:
         list(llm.engine.step())
 
 
-def _seen(events: Events, context: int) -> Seen:
+def _seen(events: Events, context: int, skipped: int = 0) -> Seen:
     found = launches(spans_of(events))
     if not found:
         raise ValueError("the profiler saw no launch of the engine on a GPU")
-    return Seen(tuple(found), host_calls(events) / len(found), context)
+    return Seen(tuple(found[skipped:] or found), host_calls(events) / len(found), context)

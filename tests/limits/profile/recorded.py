@@ -65,10 +65,11 @@ def steps_of(
 
 
 def launch_of(names: Iterable[str], begin: float = 0.0, us: float = 2.0, overlap: float = 0.5) -> Launch:
-    """Kernels that each end `us` after the one before and start `overlap` before it ends."""
+    """Each ends `us` after the one before; kernels start `overlap` before that, copies for the host do not."""
     spans, now = [], begin
     for name in names:
-        spans.append(Span(name, max(begin, now - overlap), now + us))
+        early = 0.0 if name in (UPLOAD, DOWNLOAD) or spans[-1].name == UPLOAD else overlap
+        spans.append(Span(name, now - early, now + us))
         now += us
     return Launch(tuple(spans))
 

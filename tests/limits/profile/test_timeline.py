@@ -22,6 +22,16 @@ def test_a_dependent_kernel_takes_what_it_adds() -> None:
     assert sum(span.end - span.start for span in spans) == 17  # what durations would say
 
 
+def test_a_launch_lasts_from_its_first_kernel_to_its_last() -> None:
+    """Copies for the host around them, and waiting for it, take none of the time."""
+    spans = (Span("Memcpy HtoD", 0, 2), Span("a", 30, 34), Span("b", 35, 36), Span("Memcpy DtoH", 50, 51))
+    launch = Launch(spans)
+    assert [(spent.us, spent.idle_us) for spent in launch.spent()] == [(0, 0), (4, 0), (2, 1), (0, 0)]
+    assert (launch.span_us, launch.busy_us) == (6, 5)
+    copies = Launch((Span("Memcpy HtoD", 0, 2), Span("Memcpy DtoH", 3, 4)))
+    assert (copies.span_us, copies.busy_us) == (4, 3)
+
+
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), min_size=1, max_size=30))
 def test_times_add_up_to_the_span_and_gaps_to_what_is_not_busy(pairs: list[tuple[int, int]]) -> None:
     spans = sorted((Span("x", start, start + length) for start, length in pairs), key=lambda span: span.start)

@@ -15,6 +15,7 @@ from rooflight.limits.profile.intervals import Union
 from rooflight.limits.profile.reader import GPU_KINDS, Events, Kind
 
 UPLOAD = "Memcpy HtoD"  # every launch of our runner begins with the numbers that the host sends, and has no other
+FROM_AND_TO_HOST = (UPLOAD, "Memcpy DtoH")
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,37 @@ class Spent:
 
 @dataclass(frozen=True)
 class Launch:
-    """Spans in the order of their starts, at least one."""
+    """Spans in the order of their starts, at least one.
+
+    It lasts from the start of its first kernel to the end of its last one: between the host's copy and the first
+    kernel the GPU waits for the host, and the copy back is nobody's hurry.
+    """
 
     spans: tuple[Span, ...]
 
     @property
+    def _ends(self) -> tuple[float, float]:
+        kernels = [span for span in self.spans if not span.name.startswith(FROM_AND_TO_HOST)] or self.spans
+        return kernels[0].start, max(span.end for span in kernels)
+
+    @property
     def span_us(self) -> float:
-        """From the first start to the last end."""
-        return max(span.end for span in self.spans) - self.spans[0].start
+        begin, end = self._ends
+        return end - begin
 
     @property
     def busy_us(self) -> float:
         """In which anything ran."""
-        return Union((span.start, span.end) for span in self.spans).length
+        return Union((span.start, span.end) for span in self.spans).between(*self._ends)
 
     def spent(self) -> list[Spent]:
         """In order; the times add up to `span_us`."""
-        found, until = [], self.spans[0].start
+        until, last = self._ends
+        found = []
         for span in self.spans:
-            idle = max(span.start - until, 0.0)
-            found.append(Spent(span, max(span.end - until, 0.0), idle))
-            until = max(until, span.end)
+            idle = max(min(span.start, last) - until, 0.0)
+            found.append(Spent(span, max(min(span.end, last) - until, 0.0), idle))
+            until = max(until, min(span.end, last))
         return found
 
 
