@@ -19,6 +19,7 @@ import decode_tables
 import norm_tables
 import roofline_tables
 import start_tables
+import step_tables
 from norm_tables import markdown
 
 import rooflight
@@ -26,7 +27,7 @@ from rooflight.kernels.providers import CUDA, TRITON
 from rooflight.models.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("README.md", "docs/decode.md", "docs/engine.md", "docs/norms.md", "docs/roofline.md")
+FILES = ("README.md", "docs/decode.md", "docs/engine.md", "docs/norms.md", "docs/profile.md", "docs/roofline.md")
 PROVIDERS = {"ref": (), "triton": TRITON, "cuda": CUDA}
 MARKER = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -115,6 +116,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **roofline_tables.TABLES,
     **decode_tables.TABLES,
     **start_tables.TABLES,
+    **step_tables.TABLES,
 }
 
 

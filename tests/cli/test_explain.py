@@ -30,7 +30,14 @@ def test_a_page_with_every_answer() -> None:
         "1,192.1 MB",
     ):
         assert words in result.stdout
-    for words in ("linear gate_up", "decode_attention", "What if", "kv=fp8,head=w8", "1. Phase.", "4. Own kernel."):
+    for words in (
+        "rms_norm_swiglu gate_up",
+        "decode_attention",
+        "What if",
+        "kv=fp8,head=w8",
+        "1. Phase.",
+        "4. Own kernel.",
+    ):
         assert words in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[2:])
 

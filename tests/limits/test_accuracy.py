@@ -42,7 +42,7 @@ def test_a_law_is_found_and_holds_where_it_was_not_seen(tmp_path: Path) -> None:
     assert (fit.overhead_us, fit.fraction) == (pytest.approx(2.0), pytest.approx(0.8))
     assert (fit.fitted_rows, fit.judged_rows) == (4, 4)
     assert fit.worst_error == pytest.approx(0, abs=1e-9)
-    assert fits["linear", ""].reason == "not measured"
+    assert fits["linear_add_", ""].reason == "not measured"
 
 
 def test_rows_of_other_widths_do_not_enter_the_fit(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_formats_take_the_bytes_that_they_take() -> None:
     assert int8.kv_bytes_per_token == pytest.approx(before.kv_bytes_per_token * (1 + 4 / 128) / 2)
 
 
+def test_formats_leave_norms_and_residuals_alone() -> None:
+    """Exact bytes of one layer's products, with weights of a byte and products in FP8."""
+    found = explain("8b", QWEN_8B, decode(compute="fp8"))
+    rows = {row.label: row for row in found.rows if row.label}
+    hidden, layers = QWEN_8B.hidden_size, QWEN_8B.num_layers
+    heads = (QWEN_8B.num_heads + 2 * QWEN_8B.num_kv_heads) * QWEN_8B.head_dim
+    assert rows["qkv"].bytes == layers * (2 * hidden + 2 * hidden + hidden * heads + 2 * heads)  # norm, x, weight, out
+    inner = QWEN_8B.intermediate_size
+    assert rows["down"].bytes == layers * (inner + inner * hidden + 2 * 2 * hidden)  # x in FP8, residual in and out
+
+
 def test_two_cards_read_half_each_and_talk() -> None:
     one, two = (explain("8b", QWEN_8B, replace(decode(context=1000), tp=tp)) for tp in (1, 2))
     assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=1e-3)
@@ -111,8 +122,12 @@ def test_two_cards_read_half_each_and_talk() -> None:
     )
     # By columns the input stays whole, by rows the output.
     hidden, q = QWEN_8B.hidden_size, QWEN_8B.num_heads * QWEN_8B.head_dim
-    assert qkv["two"].bytes - qkv["one"].bytes // 2 == QWEN_8B.num_layers * hidden
-    assert o["two"].bytes - o["one"].bytes // 2 == QWEN_8B.num_layers * hidden
+    # One card runs the decoder whose products hold the norm and the sum, several the one with collectives between.
+    norms = QWEN_8B.num_layers * 2 * hidden
+    assert (qkv["one"].operator, qkv["two"].operator) == ("rms_norm_linear", "linear")
+    assert qkv["two"].bytes - (qkv["one"].bytes - norms) // 2 == QWEN_8B.num_layers * hidden
+    assert (o["one"].operator, o["two"].operator) == ("linear_add_", "linear")
+    assert o["two"].bytes - (o["one"].bytes - norms) // 2 == QWEN_8B.num_layers * hidden  # a residual read too
     assert q == hidden
     assert not {"all_reduce", "all_gather"} & {row.operator for row in one.rows}
     tied, cut = (explain("0.6b", QWEN, replace(decode(), tp=tp)).memory.weights for tp in (1, 2))

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from rooflight import LLM, SamplingParams, ops
-from rooflight.limits.trace import Call, Recorder, Step, trace
+from rooflight.engine.core import Engine
+from rooflight.engine.graph_runner import GraphRunner
+from rooflight.engine.scheduler import Scheduler
+from rooflight.limits.trace import ON_GPU, Call, Recorder, Step, trace
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.decoder import DecoderLayer
 from rooflight.models.load import load_config
@@ -52,6 +55,29 @@ def test_traced_operators_are_those_of_a_real_step(model: str | None) -> None:
         real, traced = ([c.cost for c in calls if c.operator in ops.REGISTRY] for calls in (step, expected))
         # The recorder was given no lengths: the real tensors hold them.
         assert real == traced
+
+
+def test_the_traced_decoder_of_a_gpu_is_that_of_its_runner() -> None:
+    """Which runs here without graphs; one launch has several steps."""
+    llm = LLM("random:tiny", max_model_len=256)
+    runner = GraphRunner(llm.decoder, llm.engine.runner.cache, 256, 4, 64, graphs=False)
+    scheduler = Scheduler(llm.engine.scheduler.pool.num_pages, 16, 4, 64, False, runner.most_steps)
+    engine = Engine(runner, scheduler, None, frozenset())
+    engine.submit([1, 2, 3, 4, 5], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    with Recorder(llm.decoder) as recorder:
+        while engine.busy:
+            list(engine.step())
+    found = ours(recorder.calls)
+    prompt, step = (ours(trace(TINY, s, ON_GPU)) for s in (Step("prefill", 1, 5), Step("decode", 1, 5)))
+    assert found == prompt + 8 * step
+    assert Counter(name for name, _, _ in step) == Counter(
+        embedding=1, rms_norm_linear=3, qk_norm_rope_cache_=2, decode_attention=2, linear_add_=4, rms_norm_swiglu=2,
+        sample=1,
+    )  # fmt: skip
+    assert {(name, label) for name, label, _ in step if label in ("qkv", "o", "gate_up", "down", "head")} == {
+        ("rms_norm_linear", "qkv"), ("linear_add_", "o"), ("rms_norm_swiglu", "gate_up"), ("linear_add_", "down"),
+        ("rms_norm_linear", "head"),
+    }  # fmt: skip
 
 
 def test_a_batch_costs_what_it_costs_when_it_runs() -> None:

@@ -19,6 +19,8 @@ rooflight explain random:llama-3.2-1b --phase prefill --batch 4 --context 2048 -
 
 rooflight explain random:qwen3-0.6b --accuracy results/h200
 
+rooflight explain random:qwen3-0.6b --measure --sweep --out results/h200
+
 rooflight explain --trace trace.json.gz"""
 EMBEDDED = "the embedded default"
 
@@ -58,13 +60,28 @@ def explain(
             help="How well limits foretell the times measured there (results/h200): fitted on MODEL's width alone.",
         ),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="On a GPU: measure the step and its operators, and compare.")
+    ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="With --measure: batches of 1, 8, 64 with 128, 1024, 8192 tokens each.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --measure: folder for explain_measured.json and CSV.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Explain a trace of torch.profiler (.json, .json.gz) instead of a model."),
     ] = None,
 ) -> None:
     """Show each operator's bytes, operations, wall and limit in a step, and what would move it; no GPU is needed."""
-    if trace is not None:
+    if not measure and (sweep or out is not None):
+        raise ValueError("--sweep and --out are for --measure")
+    if measure and (trace, accuracy, what_if, html) != (None, None, None, None):
+        raise ValueError("--measure takes no --trace, --accuracy, --what-if or --html")
+    if measure:
+        _measure(model, batch, context, phase, dtype, sweep, out, as_json)
+    elif trace is not None:
         if (model, what_if, html, accuracy) != (None, None, None, None):
             raise ValueError("--trace explains a file: it takes no MODEL, --what-if, --html or --accuracy")
         _trace(trace, gpu, as_json)
@@ -74,6 +91,39 @@ def explain(
         _accuracy(model, gpu, accuracy, as_json)
     else:
         _model(model, gpu, batch, context, phase, dtype, what_if, html, as_json)
+
+
+def _measure(
+    model: str | None,
+    batch: int,
+    context: int,
+    phase: str,
+    dtype: str,
+    sweep: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from rooflight.bench import results, step_report
+    from rooflight.cli.bar import bar
+    from rooflight.cli.profile_tables import show_measured
+    from rooflight.limits.trace import Step
+
+    asked = [Step(phase, *pair) for pair in step_report.SWEEP] if sweep else [Step(phase, batch, context)]
+    setup = step_report.StepsSetup(model, tuple(asked), dtype=dtype)
+    if out is not None:
+        results.prepare(out)
+    with bar() as progress:
+        report = step_report.run(setup, progress)
+    data = report.as_data("explain")
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        if not sweep:  # what it should take, as without a GPU
+            _model(model, step_report.card_here().key, batch, context, phase, dtype, None, None, False)
+        show_measured(report)
+    if out is not None:
+        for path in results.write(out, "explain_measured", data):
+            typer.echo(f"wrote {path}", err=as_json)
 
 
 def _trace(path: Path, gpu: str, as_json: bool) -> None:

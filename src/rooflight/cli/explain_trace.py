@@ -119,13 +119,13 @@ def _rate(row: Row, amount: float | None) -> str:
 
 def _title(row: Row, width: int) -> str:
     """A kernel, and below it the operator that launches it most."""
-    title = escape(_broken(short_name(row.name, 3 * width), width))
+    title = escape(broken(short_name(row.name, 3 * width), width))
     if not row.operators:
         return title
-    return f"{title}\n[dim]{escape(_broken(short_name(row.operators[0], 2 * width), width))}[/dim]"
+    return f"{title}\n[dim]{escape(broken(short_name(row.operators[0], 2 * width), width))}[/dim]"
 
 
-def _broken(name: str, width: int) -> str:
+def broken(name: str, width: int) -> str:
     """On lines of some width: broken behind what joins words in names, where rich would break anywhere."""
     lines = [""]
     for part in re.findall(r"[^_<: ]+[_<: ]*|[_<: ]+", name):

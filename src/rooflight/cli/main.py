@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rooflight import __version__
-from rooflight.cli import bench, chat, explain, generate, info, kernels
+from rooflight.cli import bench, chat, explain, generate, info, kernels, profile
 from rooflight.cli.errors import OneLineErrors
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=chat.EPILOG)(chat.chat)
 app.command(epilog=info.EPILOG)(info.info)
 app.command(epilog=explain.EPILOG)(explain.explain)
+app.command(epilog=profile.EPILOG)(profile.profile)
 app.command(epilog=kernels.EPILOG)(kernels.kernels)
 app.add_typer(bench.app, name="bench")
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from rooflight.limits.ceilings import Ceilings
-from rooflight.limits.trace import Step, trace
+from rooflight.limits.trace import ON_GPU, Step, trace
 from rooflight.models.config import ModelConfig
 
 OURS = "rooflight"  # the contender whose times are foretold
@@ -54,7 +54,7 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
     """
     rows = _measured(folder, card)
     rate = 2 / (1 / card.read_rate(1e12) + 1 / card.write_rate)
-    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16)))
+    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16), ON_GPU))
     operators = list(dict.fromkeys([*calls, *(row["operator"] for row in rows)]))
     fits = []
     for operator in operators:
@@ -91,7 +91,7 @@ def _fit(operator: str, protocol: str, rows: Sequence[Mapping[str, Any]], width:
     seen = [(size, time) for own, size, time in points if own == width]
     if len({size for size, _ in seen}) < FEWEST_ROWS:
         return Fit(operator, protocol, len(seen), reason=f"not measured at width {width}")
-    overhead, slope = _least_squares(seen)
+    overhead, slope = least_squares(seen)
     fit = Fit(operator, protocol, len(seen), overhead, 1e6 / (slope * rate))
     unseen = [(size, time) for own, size, time in points if own != width]
     if not unseen:
@@ -100,7 +100,7 @@ def _fit(operator: str, protocol: str, rows: Sequence[Mapping[str, Any]], width:
     return Fit(operator, protocol, len(seen), overhead, fit.fraction, len(errors), median(errors), max(errors))
 
 
-def _least_squares(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+def least_squares(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """(a, b), neither negative, with the smallest sum of ((a + b size) / time - 1)^2; at least two sizes differ."""
     ones = sizes = squares = times = mixed = 0.0
     for size, time in points:

@@ -12,8 +12,8 @@ import torch
 
 from rooflight.limits.bounds import Bound, bound, memory_us
 from rooflight.limits.ceilings import Ceilings, ceilings
-from rooflight.limits.scenario import NAMES, Placed, Scenario, kv_element_bytes, place
-from rooflight.limits.trace import PAGE_SIZE, Call, Step, trace
+from rooflight.limits.scenario import NAMES, PRODUCTS, Placed, Scenario, kv_element_bytes, place
+from rooflight.limits.trace import ON_GPU, PAGE_SIZE, PLAIN, Call, Step, trace
 from rooflight.models.config import ModelConfig
 
 SHARE = 0.9  # of the memory beside the weights that a cache and its work may take
@@ -117,7 +117,7 @@ def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
     """Explain one step. `config.dtype` is what the model would run in. ValueError for a step that cannot be."""
     scenario.check(config)
     card = ceilings(scenario.gpu)
-    placed = place(_traced(config, scenario.step), scenario, config)
+    placed = placed_calls(config, scenario)
     total = sum(p.cost.bytes for p in placed)
     bounds = [_bound(p, card, total) for p in placed]
     graph = sum(b.limit_us for b in bounds)
@@ -158,9 +158,23 @@ def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
     )
 
 
+def placed_calls(config: ModelConfig, scenario: Scenario) -> list[Placed]:
+    """Every call of a step in order, of the decoder that a GPU runs; of several GPUs, the one with collectives."""
+    return place(_traced(config, scenario.step, scenario.tp == 1), scenario, config)
+
+
 @lru_cache(maxsize=64)
-def _traced(config: ModelConfig, step: Step) -> tuple[Call, ...]:
-    return tuple(trace(config, step))
+def _traced(config: ModelConfig, step: Step, alone: bool) -> tuple[Call, ...]:
+    return tuple(trace(config, step, ON_GPU if alone else PLAIN))
+
+
+def name_of(call: Call) -> str:
+    """What tables call it: a product by its weight too."""
+    return f"{call.operator} {_label(call)}".strip()
+
+
+def _label(call: Call) -> str:
+    return call.label if call.operator in PRODUCTS else ""
 
 
 def _bound(placed: Placed, card: Ceilings, total: int) -> Bound:
@@ -172,8 +186,7 @@ def _rows(placed: Sequence[Placed], bounds: Sequence[Bound], graph: float) -> tu
     """Alike are calls of one operator with one shape and cost; of a product, also with one weight."""
     groups: dict[tuple[Any, ...], list[tuple[Placed, Bound]]] = {}
     for item, limit in zip(placed, bounds, strict=True):
-        label = item.call.label if item.call.operator == "linear" else ""
-        groups.setdefault((item.call.operator, label, item.call.shape, item.cost), []).append((item, limit))
+        groups.setdefault((item.call.operator, _label(item.call), item.call.shape, item.cost), []).append((item, limit))
     rows = []
     for (operator, label, shape, cost), members in groups.items():
         count, one = len(members), members[0][1]

@@ -95,6 +95,7 @@ class Placed:
 
 
 COLLECTIVES = ("all_reduce", "all_gather")
+PRODUCTS = ("linear", "rms_norm_linear", "rms_norm_swiglu", "linear_add_")  # with one of the projections' weights
 BY_ROWS = ("o", "down")  # projections whose input is cut, and not their output
 BY_HEADS = ("decode_attention", "prefill_attention", "qk_norm_rope_cache_", "silu_and_mul")  # cut whole
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -107,7 +108,7 @@ def place(calls: Sequence[Call], scenario: Scenario, config: ModelConfig) -> lis
         if call.operator in COLLECTIVES:
             if scenario.tp > 1:
                 placed.append(_collective(call, scenario.tp))
-        elif call.operator == "linear":
+        elif call.operator in PRODUCTS:
             placed.append(_product(call, scenario))
         else:
             placed.append(_other(call, scenario, config))
@@ -122,7 +123,10 @@ def kv_element_bytes(config: ModelConfig, scenario: Scenario) -> float:
 
 
 def _product(call: Call, scenario: Scenario) -> Placed:
-    """A projection: weights cut by columns or rows, in their format, its input in the format of the product."""
+    """A projection: weights cut by columns or rows, in their format, its input in the format of the product.
+
+    A norm in front takes its input and its own weight as they are; so does a sum behind what it adds to.
+    """
     tp, size = scenario.tp, call.dtype.itemsize
     name = scenario.head if call.label == "head" else scenario.weights
     element: float = size if name == "as is" else WEIGHT_FORMATS[name]
@@ -130,8 +134,12 @@ def _product(call: Call, scenario: Scenario) -> Placed:
     if scenario.compute != "as is":
         computed, format_ = 1, scenario.compute
         element = min(element, 1)
-    weights = call.weight_elements * element / tp
-    given = (call.cost.bytes_read - call.weight_elements * size) * computed / size
+    normed = call.operator.startswith("rms_norm")
+    norm = call.shape[-1] if normed else 0
+    weights = norm * size + (call.weight_elements - norm) * element / tp
+    given: float = call.cost.bytes_read - call.weight_elements * size
+    added = call.cost.bytes_written if call.operator == "linear_add_" else 0
+    given = given if normed else added + (given - added) * computed / size
     rows = call.label in BY_ROWS
     cost = replace(
         call.cost,

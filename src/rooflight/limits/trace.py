@@ -18,8 +18,9 @@ from torch.utils.flop_counter import flop_registry
 from rooflight import ops
 from rooflight.models.communicator import SingleRank
 from rooflight.models.config import ModelConfig
-from rooflight.models.decoder import Decoder, Linear
+from rooflight.models.decoder import Decoder, Linear, Recipe
 from rooflight.ops import REGISTRY, AttentionMeta, Cost
+from rooflight.ops.contract import PLUMBING
 
 PAGE_SIZE = 16
 PHASES = ("decode", "prefill")
@@ -30,7 +31,7 @@ MAX_BATCH = 1_000_000
 class Call:
     """One operator call of a step.
 
-    label: the parameter that it reads ("qkv", "head"), or "" where it reads none. layer: None outside of the layers.
+    label: the largest parameter that it reads ("qkv", "head"), or "" where it reads none. layer: None outside of them.
     dtype: of the values it computes with. weight_elements: of parameters, read whole. kv_elements: of the KV cache.
     """
 
@@ -69,15 +70,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _ours(self, name: str, args: tuple[Any, ...]) -> Call:
-        operator = REGISTRY[name]
+        operator = REGISTRY.get(name) or PLUMBING[name]
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         cost, kv = self._cost(operator, name, args, tensors)
-        names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
-        layer, label = names[0] if names else (None, "")
+        names = [(-t.numel(), *self._names[id(t)]) for t in tensors if id(t) in self._names]
+        names.sort(key=lambda name: name[0])  # the matrix before the norm in front of it; else as they come
+        layer, label = names[0][1:] if names else (None, "")
         if name == "embedding":
             label = "embed"  # a tied one has the head's name too
         whole = 0 if name == "embedding" else sum(t.numel() for t in tensors if id(t) in self._names)
-        floats = [t for t in tensors if t.is_floating_point()]
+        floats = [t for t in tensors if t.is_floating_point()] or tensors
         return Call(name, label, layer, tuple(tensors[0].shape), floats[0].dtype, cost, whole, kv)
 
     def _cost(
@@ -192,14 +194,20 @@ class Step:
             )
 
 
-def trace(config: ModelConfig, step: Step) -> list[Call]:
+PLAIN = Recipe()
+ON_GPU = Recipe(projections=True)  # as the runner of a GPU sets it
+
+
+def trace(config: ModelConfig, step: Step, recipe: Recipe = PLAIN) -> list[Call]:
     """Every operator call of one step, in order, the greedy sampler's included; nothing is loaded or allocated.
 
+    recipe: of the decoder, which operators are one.
     Collectives stand where several ranks would need them: "all_reduce" and "all_gather", of the whole tensor.
     """
     step.check(config)
     rank = RecordingRank()
     decoder = Decoder(config, rank, device="meta")
+    decoder.recipe = recipe
     hints = {"seq_lens": [step.length] * step.batch, "query_lens": [step.new_tokens] * step.batch}
     with torch.no_grad(), torch.device("meta"):  # under inference_mode PyTorch's composites would not come apart
         inputs, last, columns = _inputs(config, step)
