@@ -105,7 +105,7 @@ class DecodeBatch:
         model, given = self.model, self.upload.device
         meta = ops.AttentionMeta(given["table"], given["seq_lens"], given["seq_lens"], 1, model.max_model_len)
         hidden = model.decoder(given["ids"], given["positions"], model.cache.layers, given["slots"], meta, True)
-        tokens = model.draw(model.decoder.logits(hidden), given)
+        tokens = model.draw(model.decoder.raw_logits(hidden), given)
         ids, positions, num_tokens = given["ids"], given["positions"], given["num_tokens"]
         moved = ids, positions, num_tokens, given["seq_lens"], given["slots"], model.last_tokens, self.history
         rest = given["table"], given["limits"], given["places"], model.cache.page_size
@@ -193,6 +193,6 @@ class PromptBatch:
         positions, slots = given["positions"][:total], given["slots"][:total]
         hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
         if sampling:
-            drawn = model.draw(model.decoder.logits(hidden[given["wanted"][:sampling]]), given)
+            drawn = model.draw(model.decoder.raw_logits(hidden[given["wanted"][:sampling]]), given)
             model.last_tokens[given["places"][:sampling]] = drawn
             self.drawn[0, :sampling] = drawn

@@ -263,7 +263,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden_size) to (rows, vocab_size) FP32; the caller picks the rows it needs."""
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same in the weights' dtype: all there is to know, in half the bytes."""
         if self.recipe.projections:
             head = self.head
-            return ops.rms_norm_linear(hidden, self.norm, head.weight, head.bias, self.config.rms_norm_eps).float()
-        return self.communicator.all_gather(self.head(hidden), dim=-1).float()
+            return ops.rms_norm_linear(hidden, self.norm, head.weight, head.bias, self.config.rms_norm_eps)
+        return self.communicator.all_gather(self.head(hidden), dim=-1)

@@ -69,9 +69,13 @@ def no_overlap(argument: str, tensor: torch.Tensor) -> None:
         fail(argument, "not be expanded (stride 0), since it is written", f"strides {tensor.stride()}")
 
 
-def logit_rows(logits: torch.Tensor, **rows: tuple[torch.Tensor, torch.dtype]) -> None:
-    """logits (num_seqs, vocab_size) FP32 with a vocabulary, and per-row parameters (num_seqs,) of their dtypes."""
-    has_dtype("logits", logits, torch.float32)
+def logit_rows(logits: torch.Tensor, halves: bool = False, **rows: tuple[torch.Tensor, torch.dtype]) -> None:
+    """logits (num_seqs, vocab_size) FP32 with a vocabulary, and per-row parameters (num_seqs,) of their dtypes.
+
+    halves: FP16 and BF16 are taken too.
+    """
+    if not halves or logits.dtype not in (torch.float16, torch.bfloat16):
+        has_dtype("logits", logits, torch.float32)
     has_shape("logits", logits, None, None)
     if logits.shape[1] == 0:
         fail("logits", "have a vocabulary of at least one token", tuple(logits.shape))

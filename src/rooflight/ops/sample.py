@@ -33,7 +33,7 @@ def sample(
 ) -> torch.Tensor:
     """One token id a row, (num_seqs,) int64.
 
-    logits: (num_seqs, vocab_size) FP32. Per row: temperature FP32 (0 or less: the largest logit, the first of equals);
+    logits: (num_seqs, vocab_size) FP32, FP16 or BF16. Per row: temperature FP32 (0 or less: the largest logit, the first of equals);
     top_k int32 (keep exactly the k best, equals by token id; 0 or less, or vocab_size or more: off); top_p FP32 (keep
     the fewest best whose probability after top-k reaches top_p, at least one; 1 or more: off); min_p FP32 (drop what is
     below min_p times the best probability; 0 or less: off); seed and position int64. A row with NaN, or with nothing
@@ -120,6 +120,7 @@ def _check_sample(
 ) -> None:
     checks.logit_rows(
         logits,
+        halves=True,
         temperature=(temperature, torch.float32),
         top_k=(top_k, torch.int32),
         top_p=(top_p, torch.float32),

@@ -115,8 +115,8 @@ MOST_HEADS = 128  # of one KV head: a token's heads must fit into a tile
 INTERPRETED = Tile(32, 32, 4, 1)  # small, so that small inputs have several tiles
 
 
-def _tile(q: torch.Tensor, num_kv_heads: int) -> Tile:
-    """From the head and, between two tiles of the same bits, from the number of tokens; never from a bound."""
+def _tile(q: torch.Tensor, num_kv_heads: int, num_seqs: int) -> Tile:
+    """From the head and, between tiles of the same bits, from tokens and sequences; never from a bound."""
     if not q.is_cuda:
         return INTERPRETED
     num_tokens, num_heads, head_dim = q.shape
@@ -126,8 +126,8 @@ def _tile(q: torch.Tensor, num_kv_heads: int) -> Tile:
     # Half the rows a tile while that fills the multiprocessors. Both take the same instructions, row by row.
     if num_tokens * num_heads // 128 < multiprocessors(q.device.index):
         return Tile(64, keys, 4, 3)
-    # The largest tile reads keys least often, once there are enough of them.
-    if head_dim <= 128 and num_tokens * num_heads // 256 >= 3 * multiprocessors(q.device.index):
+    # The largest tile reads keys least often, where a prompt is long enough for it.
+    if head_dim <= 128 and num_seqs <= 2 and num_tokens * num_heads // 256 >= 3 * multiprocessors(q.device.index):
         return Tile(256, keys, 8, 3)
     return Tile(128, keys, 8, 3)
 
@@ -157,7 +157,7 @@ def prefill_attention(
         return empty_result(q, return_lse)
     out = q.new_empty(q.shape)
     lse = no_lse(q).new_empty(q.shape[:2] if return_lse else 0)
-    tile = _tile(q, num_kv_heads)
+    tile = _tile(q, num_kv_heads, seq_lens.shape[0])
     rows = max(tile.rows, triton.next_power_of_2(group))
     tokens, num_seqs = rows // group, seq_lens.shape[0]
     sign = (scale > 0) - (scale < 0)

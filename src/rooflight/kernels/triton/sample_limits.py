@@ -42,7 +42,7 @@ def weight_of(x, peak, heat):
 def read(x_ptr, found_x_ptr, found_token_ptr, index, stop, gathered):
     """Logits and tokens at these places of the gathered candidates, or of the row."""
     in_row, in_found = tl.where(gathered == 0, stop, 0), tl.where(gathered == 0, 0, stop)  # where to read up to
-    x = tl.load(x_ptr + index, mask=index < in_row, other=float("-inf"))
+    x = tl.load(x_ptr + index, mask=index < in_row, other=float("-inf")).to(tl.float32)
     found_x = tl.load(found_x_ptr + index, mask=index < in_found, other=float("-inf"))
     token = tl.load(found_token_ptr + index, mask=index < in_found, other=0)
     return tl.maximum(x, found_x), tl.where(index < in_row, index, token), index < stop
