@@ -17,7 +17,7 @@ from rooflight.bench.step_report import StepsReport, StepsSetup, described_error
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner
 from rooflight.engine.scheduler import Scheduler
-from rooflight.limits.laws import Law
+from rooflight.limits.laws import Law, Point
 from rooflight.limits.profile.reader import Events
 from rooflight.limits.scenario import Scenario
 from rooflight.limits.trace import Step
@@ -91,10 +91,13 @@ def test_a_prompt_is_timed_by_the_median(llm: LLM) -> None:
 
 
 def test_a_context_without_room_for_what_runs_before_it_is_refused(llm: LLM) -> None:
-    least = recording.least_context(llm)
-    with pytest.raises(ValueError, match=f"context must be more than {least - 1} tokens, which run before it, was 9"):
-        time_decode(llm, 1, 9)
-    assert time_decode(llm, 1, least) > 0
+    assert recording.least_context(8, 32) == 49  # three launches before those that are timed, and half of these
+    assert recording.least_context(8, 128) == 97
+    with pytest.raises(ValueError, match="context must be more than 48 tokens, which run before it, was 48"):
+        time_decode(llm, 1, 48)
+    assert time_decode(llm, 1, 49) > 0
+    with pytest.raises(ValueError, match="context must be more than 96 tokens, which run before it, was 96"):
+        record_decode(llm, 1, 96, 128)
 
 
 def test_nothing_seen_is_an_error(llm: LLM) -> None:
@@ -157,12 +160,16 @@ def test_errors_in_a_line(report: StepsReport) -> None:
         ({"recorded": 0}, "steps must be 1 or more, was 0"),
         ({"steps": ()}, "steps must name at least one step, were none"),
         ({"steps": (Step("decode", 0, 5),)}, "batch must be from 1 to 1,000,000 sequences, was 0"),
+        (
+            {"steps": (Step("decode", 1, 48),)},
+            "context must be 49 tokens or more to record 32 steps around it, was 48",
+        ),
         ({"steps": (Step("prefill", 2, 5),)}, "batch must be 1 for a prompt that is recorded, was 2"),
     ],
 )
 def test_setups_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        replace(StepsSetup(MODEL, (Step("decode", 1, 5),)), **changes).check(TINY)
+        replace(StepsSetup(MODEL, (Step("decode", 1, 49),)), **changes).check(TINY)
 
 
 def test_the_engine_has_room_for_the_largest_step() -> None:
@@ -188,3 +195,40 @@ def test_a_card_without_ceilings_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_a_gpu() -> None:
     with pytest.raises(ValueError, match="needs a GPU"):
         step_report.run(StepsSetup(MODEL, (Step("decode", 1, 5),)), lambda *_: None)
+
+
+def test_a_run_measures_operators_then_loads_then_watches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    points = [Point("linear_add_", "o", (1, 256), size, 0.0, 2.0 + size) for size in (1.0, 4.0, 20.0)]
+
+    def measure(config: Any, card: Any, phases: Any, progress: Any) -> list[Point]:
+        order.append(f"measure {config.dtype} {card.key} {phases}")
+        return points
+
+    def load(setup: StepsSetup) -> LLM:
+        order.append("load")
+        return llm
+
+    monkeypatch.setattr(step_report, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(step_report, "describe_gpu", lambda: {"driver": "1"})
+    monkeypatch.setattr(step_report.step_operators, "measure", measure)
+    monkeypatch.setattr(step_report, "load", load)
+    step = Step("decode", 1, 150)
+    said: list[str] = []
+    recorder = FakeRecorder(step)
+    found = step_report.run(StepsSetup(MODEL, (step,)), lambda what, done, of: said.append(what), recorder)
+    assert order == ["measure torch.bfloat16 h200 ('decode',)", "load"]
+    assert said == ["loading the model", "timing decode of 1 x 150", "recording decode of 1 x 150"]
+    (law,) = found.laws
+    assert (law.operator, law.few, law.overhead_us) == ("linear_add_", True, pytest.approx(2.0))
+    assert law.fraction == pytest.approx(1.0)
+    assert found.points == tuple(points)
+    assert found.environment["driver"] == "1"
+    assert found.profiles[0].row("linear_add_ o").foretold_us > 2.0 * TINY.num_layers
+    order.clear()
+    without = step_report.run(StepsSetup(MODEL, (step,), foretells=False), lambda *_: None, recorder)
+    assert order == ["load"]
+    assert (without.laws, without.profiles[0].foretold_us) == ((), None)
+    with pytest.raises(ValueError, match="context must be 49 tokens or more to record 32 steps around it, was 5"):
+        step_report.run(StepsSetup(MODEL, (Step("decode", 1, 5),)), lambda *_: None)
+    assert order == ["load"]

@@ -17,8 +17,9 @@ from types import TracebackType
 import torch
 
 from rooflight.engine import LLM, SamplingParams
+from rooflight.limits.profile import timeline
 from rooflight.limits.profile.reader import Events, read_events
-from rooflight.limits.profile.timeline import Launch, host_calls, launches, spans_of
+from rooflight.limits.profile.timeline import Launch, host_calls, spans_of
 
 WARM, TIMED = 2, 6  # launches before anything is timed, and those that are
 PROMPTS = 3  # prompts recorded, and warm-ups before them; medians count
@@ -89,18 +90,24 @@ class Decoding:
         return round(sum(lengths) / len(lengths))
 
 
-def least_context(llm: LLM, launches: int = TIMED) -> int:
-    """Of what so many launches are to be watched at: they run up to it, and as far beyond."""
-    return _before(llm, launches) + 1
+def least_context(most_steps: int, steps: int) -> int:
+    """Of sequences that are timed and of which `steps` are recorded; most_steps: of a launch."""
+    return 1 + max(_before(most_steps, TIMED), _before(most_steps, _launches(most_steps, steps)))
 
 
-def _before(llm: LLM, launches: int) -> int:
+def _launches(most_steps: int, steps: int) -> int:
+    """To record so many steps: one more, and as much before the middle as behind it."""
+    return -(-steps // most_steps) + 2
+
+
+def _before(most_steps: int, launches: int) -> int:
     """Tokens between a prompt and the middle of what is watched. One launch more is in flight when it begins."""
-    return llm.engine.runner.most_steps * (2 * (WARM + 1) + launches) // 2
+    return most_steps * (2 * (WARM + 1) + launches) // 2
 
 
 def _decoding(llm: LLM, batch: int, context: int, launches: int) -> Decoding:
-    before, most = _before(llm, launches), llm.engine.runner.most_steps
+    most = llm.engine.runner.most_steps
+    before = _before(most, launches)
     if context <= before:
         raise ValueError(f"context must be more than {before} tokens, which run before it, was {context:,}")
     prompt = context - before
@@ -120,12 +127,12 @@ def time_decode(llm: LLM, batch: int, context: int, clock: Callable[[], float] =
 def record_decode(llm: LLM, batch: int, context: int, steps: int, recorder: Record = record) -> Seen:
     """At least `steps` decode steps, whole launches of them, around `context` tokens."""
     most = llm.engine.runner.most_steps
-    count = -(-steps // most)
-    with _decoding(llm, batch, context, count + 2) as decoding:  # one more, and as much before the middle as behind
+    launches = _launches(most, steps)
+    with _decoding(llm, batch, context, launches) as decoding:
         decoding.land(WARM)
         synchronize()
         at = decoding.context
-        events = recorder(lambda: decoding.land(count + 1))
+        events = recorder(lambda: decoding.land(launches - 1))
         # Before the first there is nothing that the GPU does while the host gets it ready.
         return _seen(events, (at + most + decoding.context) // 2, skipped=1)
 
@@ -164,7 +171,7 @@ def _prompt(llm: LLM, tokens: int, seed: int) -> None:
 
 
 def _seen(events: Events, context: int, skipped: int = 0) -> Seen:
-    found = launches(spans_of(events))
+    found = timeline.launches(spans_of(events))
     if not found:
         raise ValueError("the profiler saw no launch of the engine on a GPU")
     return Seen(tuple(found[skipped:] or found), host_calls(events) / len(found), context)

@@ -18,6 +18,7 @@ from rooflight.bench.device import gpu_name
 from rooflight.bench.environment import describe, describe_gpu, gpu_folder
 from rooflight.bench.recording import Record, record
 from rooflight.engine import LLM
+from rooflight.engine.graph_runner import MOST_STEPS
 from rooflight.limits.ceilings import Ceilings, ceilings, known
 from rooflight.limits.laws import Key, Law, Point, fit
 from rooflight.limits.profile.step import Recorded, StepProfile, profile_step
@@ -53,6 +54,12 @@ class StepsSetup:
             step.check(config)
             if step.phase == "prefill" and step.batch != 1:
                 raise ValueError(f"batch must be 1 for a prompt that is recorded, was {step.batch}")
+            least = recording.least_context(MOST_STEPS, self.recorded)
+            if step.phase == "decode" and step.context < least:
+                raise ValueError(
+                    f"context must be {least} tokens or more to record {self.recorded} steps around it, "
+                    f"was {step.context:,}"
+                )
 
     @property
     def phases(self) -> tuple[str, ...]:

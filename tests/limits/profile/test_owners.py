@@ -83,6 +83,7 @@ def test_calls_without_kernels_are_passed() -> None:
         ("Memcpy DtoD (Device -> Device)", "copy"),
         (recorded.UPLOAD, "upload"),
         (recorded.DOWNLOAD, "download"),
+        ("Memset (Device)", ""),
         ("something else", ""),
     ],
 )

@@ -18,6 +18,7 @@ ADVANCE = "advance_decode_"
 
 # The first that fits. Names are those of C++ templates with their arguments, and of Triton's functions.
 _KINDS = (
+    ("", r"^Memset"),  # libraries clear their workspaces anywhere
     ("norm product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)0"),
     ("norm gate product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)2"),
     ("product sum", r"few_rows_linear<.*Prologue\)0.*Epilogue\)1"),
@@ -32,7 +33,7 @@ _KINDS = (
     ("upload", r"^Memcpy HtoD"),
     ("download", r"^Memcpy DtoH"),
     ("gather", r"index|gather|scatter|embedding"),
-    ("copy", r"copy|^Memcpy|^Memset|[Ff]ill"),
+    ("copy", r"copy|^Memcpy|[Ff]ill"),
     ("other", r"elementwise|reduce|sort|softmax|scan|topk|where|clamp"),
 )
 _RULES = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
