@@ -24,13 +24,13 @@ Checkpoints = Callable[..., tuple[Path, Any]]
 CPU = torch.device("cpu")
 
 
-def build(folder: Path, graphs: bool = False, **options: Any) -> LLM:
+def build(folder: Path, graphs: bool = False, most_steps: int = 8, **options: Any) -> LLM:
     """An LLM whose runner is the GPU's, on whatever device the options say."""
     llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, **options)
     if isinstance(llm.engine.runner, GraphRunner):
         return llm
     old = llm.engine
-    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, graphs)
+    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, graphs, most_steps)
     scheduler = Scheduler(400, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps)
     llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
     return llm
@@ -65,6 +65,26 @@ def test_tokens_equal_the_plain_runner(plain: LLM, ahead: LLM) -> None:
     expected = [c.token_ids for c in plain.generate(prompts, options)]
     assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
     assert_idle(ahead)
+
+
+@pytest.mark.parametrize("most_steps", [1, 2])
+def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_steps: int) -> None:
+    llm = build(folder, most_steps=most_steps, device="cpu")
+    launches = []
+    runner = llm.engine.runner
+    launch = runner.launch
+    runner.launch = lambda plan, sampling: launches.append(plan.steps) or launch(plan, sampling)  # type: ignore
+    prompts, options = mixed(3)
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert max(launches) == most_steps
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("most_steps", [0, 3, 2.0, True])
+def test_steps_of_a_launch_are_a_power_of_two(folder: Path, most_steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"^most_steps must be a "):
+        LLM(str(folder), device="cpu", most_steps=most_steps)
 
 
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:
