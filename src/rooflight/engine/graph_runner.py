@@ -27,7 +27,8 @@ from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch
 from rooflight.engine.upload import Arrival
-from rooflight.models.decoder import Decoder, Recipe
+from rooflight.models.decoder import Decoder
+from rooflight.models.recipe import Recipe
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)

@@ -19,11 +19,13 @@ from rooflight import ops
 from rooflight.models.communicator import SingleRank
 from rooflight.models.config import ModelConfig
 from rooflight.models.decoder import Decoder, Linear
+from rooflight.models.recipe import Recipe
 from rooflight.ops import REGISTRY, AttentionMeta, Cost
 
 PAGE_SIZE = 16
 PHASES = ("decode", "prefill")
 MAX_BATCH = 1_000_000
+AS_IT_IS = Recipe()
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Step:
             )
 
 
-def trace(config: ModelConfig, step: Step) -> list[Call]:
+def trace(config: ModelConfig, step: Step, recipe: Recipe = AS_IT_IS) -> list[Call]:
     """Every operator call of one step, in order, the greedy sampler's included; nothing is loaded or allocated.
 
     Collectives stand where several ranks would need them: "all_reduce" and "all_gather", of the whole tensor.
@@ -200,6 +202,7 @@ def trace(config: ModelConfig, step: Step) -> list[Call]:
     step.check(config)
     rank = RecordingRank()
     decoder = Decoder(config, rank, device="meta")
+    decoder.recipe = recipe
     hints = {"seq_lens": [step.length] * step.batch, "query_lens": [step.new_tokens] * step.batch}
     with torch.no_grad(), torch.device("meta"):  # under inference_mode PyTorch's composites would not come apart
         inputs, last, columns = _inputs(config, step)

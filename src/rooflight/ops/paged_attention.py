@@ -37,6 +37,7 @@ class AttentionMeta:
     block_table: (num_seqs, max_pages) int32, physical page of each logical page. seq_lens: (num_seqs,) int32, keys of
     each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens.
     max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
+    splits: parts that decode attention cuts a sequence's keys into, at most; 0 leaves it to the provider's rule.
     """
 
     block_table: torch.Tensor
@@ -44,6 +45,7 @@ class AttentionMeta:
     query_starts: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    splits: int = 0
 
 
 def check_cache(
@@ -161,8 +163,7 @@ def no_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return_lse = rest[-1]
+def fake(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), no_lse(q).new_empty(q.shape[:2]) if return_lse else no_lse(q)
 
 
