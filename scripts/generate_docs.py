@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import decode_tables
+import ladder_tables
 import norm_tables
 import roofline_tables
 from norm_tables import markdown
@@ -113,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **norm_tables.TABLES,
     **roofline_tables.TABLES,
     **decode_tables.TABLES,
+    **ladder_tables.TABLES,
 }
 
 

@@ -14,23 +14,25 @@ import pytest
 import torch
 
 from rooflight import LLM, SamplingParams
+from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner, buckets
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.upload import TURNS, Upload
+from rooflight.models.recipe import Recipe
 from tests.engine.support import assert_idle, prompt_ids
 
 Checkpoints = Callable[..., tuple[Path, Any]]
 CPU = torch.device("cpu")
 
 
-def build(folder: Path, graphs: bool = False, most_steps: int = 8, **options: Any) -> LLM:
+def build(folder: Path, captured: bool = False, most_steps: int = 8, **options: Any) -> LLM:
     """An LLM whose runner is the GPU's, on whatever device the options say."""
     llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, **options)
     if isinstance(llm.engine.runner, GraphRunner):
         return llm
     old = llm.engine
-    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, graphs, most_steps)
+    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, captured, most_steps)
     scheduler = Scheduler(400, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps)
     llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
     return llm
@@ -79,6 +81,22 @@ def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_
     assert [c.token_ids for c in llm.generate(prompts, options)] == expected
     assert max(launches) == most_steps
     assert_idle(llm)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, ahead: LLM, rung: Rung) -> None:
+    """Prompts of several sequences, batches that are padded up, and rows that end in the middle of a launch."""
+    old = ahead.engine
+    runner = GraphRunner(ahead.decoder, old.runner.cache, 200, 16, 64, False, rung.steps, rung.recipe)
+    assert ahead.decoder.recipe == rung.recipe
+    ahead.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, rung.steps), old.tokenizer, old.end_ids)
+    try:
+        prompts, options = mixed()
+        expected = [c.token_ids for c in plain.generate(prompts, options)]
+        assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+        assert_idle(ahead)
+    finally:
+        ahead.engine, ahead.decoder.recipe = old, Recipe(projections=True)
 
 
 @pytest.mark.parametrize("most_steps", [0, 3, 2.0, True])
@@ -162,6 +180,18 @@ def test_graphs_equal_single_steps(folder: Path, dtype: str) -> None:
         expected = [c.token_ids for c in single.generate(prompts, params)]
         assert [c.token_ids for c in captured.generate(prompts, params)] == expected
     assert_idle(captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", RUNGS[:5], ids=lambda rung: rung.name)
+def test_operators_taken_apart_can_be_captured(folder: Path, rung: Rung) -> None:
+    llm = build(folder, device="cuda", dtype="bf16", max_num_seqs=16, max_num_batched_tokens=64, graphs=False)
+    cache, engine, found = llm.engine.runner.cache, llm.engine, []
+    for graphs in (False, True):
+        runner = GraphRunner(llm.decoder, cache, 200, 16, 64, graphs, 8, rung.recipe)
+        llm.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, 8), engine.tokenizer, engine.end_ids)
+        found.append([c.token_ids for c in llm.generate(*mixed(5))])
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

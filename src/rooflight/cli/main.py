@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rooflight import __version__
-from rooflight.cli import bench, chat, explain, generate, info, kernels
+from rooflight.cli import bench, chat, explain, generate, info, kernels, ladder
 from rooflight.cli.errors import OneLineErrors
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command(epilog=info.EPILOG)(info.info)
 app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=kernels.EPILOG)(kernels.kernels)
 app.add_typer(bench.app, name="bench")
+app.add_typer(ladder.app, name="ladder")
 
 EPILOG = """[bold]Examples[/bold]
 
