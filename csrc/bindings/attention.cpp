@@ -73,8 +73,10 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.head_dim = static_cast<int>(head_dim);
   a.page_size = static_cast<int>(page_size);
   a.window = static_cast<int>(window);
-  if (splits > 0) a.splits = 1;  // the largest power of two that is not above it
-  while (2 * a.splits <= splits && a.splits > 0 && a.splits < 16) a.splits *= 2;
+  if (splits > 0) {  // the largest power of two that is not above it
+    a.splits = 1;
+    while (a.splits < 16 && 2 * a.splits <= splits) a.splits *= 2;
+  }
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
   return {out, lse};
