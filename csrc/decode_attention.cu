@@ -3,40 +3,195 @@
 //   out = sum_j softmax_j(scale * q . k_j) v_j
 //
 // Bound by the cache's way from memory, so keys and values are read once for the group of query heads. Each warp has a
-// ring of chunks of neighbouring tokens in shared memory, which bulk copies fill while it works: what is on its way
-// costs no registers, and a multiprocessor keeps more than a hundred kilobytes asked for. Within a warp kLanes lanes
-// share a token; tokens side by side have running maxima and sums of their own and meet at the end only.
+// ring of chunks of 16 tokens in shared memory, which asynchronous copies fill while it works. The products are done by
+// the tensor cores with tokens and head_dim as their 16 rows and query heads as their 8 columns: on CUDA cores the same
+// work is eight times the instructions and, for one warp, slower than memory (docs/lab).
+//
+//   scores (16 tokens, 8 heads) = K (16, D) @ Q^T (D, 8)        out^T (D, 8) += V^T (D, 16) @ weights (16, 8)
 //
 // Few sequences would leave most multiprocessors idle: then a cluster of blocks shares a sequence (the long path), each
 // with a part of the keys, and merges through the shared memory of its members: exact, in a fixed order, without
 // scratch memory and without a second launch. Parts follow from the length on the device, so one graph serves all
 // lengths; short sequences keep blocks of a cluster idle.
 //
-// Caches whose tokens do not lie side by side in pages of a multiple of 16 go through a second, plain kernel.
-#include "common/bulk.cuh"
+// FP32, and pages that are no multiple of 16 tokens, go through a second, plain kernel.
+#include "common/mma.cuh"
 #include "decode_attention.cuh"
 
 namespace rooflight {
 namespace {
 
 constexpr int kMostSplits = 16;
-constexpr int kWarps = 4, kManyWarps = 8;  // of a block: many where a multiprocessor has one block only
-constexpr int kStages = 2;
+constexpr int kWarps = 4;
+constexpr int kStages = 3;
+constexpr int kHeads = 8;   // of a KV head that go together: columns of a product
+constexpr int kChunk = 16;  // tokens: rows of a product
 
-template <typename T, int D>
-constexpr int kChunkTokens = D * sizeof(T) <= 512 ? 16 : 8;  // neighbours in a page, which one bulk copy brings
+// Of a chunk in shared memory: 16-byte pieces, permuted within a row so that neither a load of eight rows' same piece
+// nor one of two rows' four meets in one bank.
+template <int D>
+struct Chunk {
+  static constexpr int kPieces = (D + 31) / 32 * 4;  // a row's, with zeros up to a multiple of 32 elements
+  static constexpr int kPitch = kPieces <= 8 ? 128 : (kPieces + 15) / 16 * 256;
+  static constexpr int kBytes = kChunk * kPitch;
 
-template <typename T, int D, int G, int WARPS>
-struct Memory {
-  union {
-    T ring[WARPS][kStages][2][kChunkTokens<T, D> * D];
-    Meeting<WARPS, G, D> meeting;
-  };
-  uint64_t barriers[WARPS][kStages];
+  static __device__ __forceinline__ int place(int token, int piece) {
+    return token * kPitch + ((piece ^ ((token & 1) << 2 | (token >> 1 & 3))) * 16);
+  }
 };
 
+template <typename T, int D, int WARPS>
+struct Memory {
+  union {
+    char ring[WARPS][kStages][2][Chunk<D>::kBytes];
+    Meeting<WARPS, kHeads, D> meeting;
+  };
+};
+
+template <typename T, int D, int WARPS>
+constexpr int blocks_at_once() {
+  const int fitting = 226 * 1024 / (static_cast<int>(sizeof(Memory<T, D, WARPS>)) + 1024);
+  return fitting < 1 ? 1 : fitting > 12 / WARPS ? 12 / WARPS : fitting;
+}
+
+template <typename T, int D, int WARPS, bool CLUSTER>
+__global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS>())
+    decode_attention_chunks(DecodeAttention a) {
+  using C = Chunk<D>;
+  constexpr int kSteps = C::kPieces / 4, kTiles = D / 16, kCopies = kChunk * C::kPieces / 32;
+  extern __shared__ __align__(128) char storage[];
+  auto& memory = *reinterpret_cast<Memory<T, D, WARPS>*>(storage);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+  const int group = a.num_heads / a.num_kv_heads, tiles = (group + kHeads - 1) / kHeads;
+  const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(kHeads, group - tile * kHeads);
+  const int first = kv_head * group + tile * kHeads, sequence = blockIdx.z;
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+
+  const int length = a.seq_lens[sequence];
+  const int oldest = a.window > 0 ? max(0, length - a.window) : 0;  // key that is seen
+  const Part part =
+      part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
+  const int* table = a.block_table + sequence * a.table_stride;
+  const auto first_of = [&](int turn) { return part.begin + (turn * WARPS + warp) * kChunk; };
+  const auto page_of = [&](int turn) { return first_of(turn) < part.end ? table[first_of(turn) / a.page_size] : 0; };
+  // A chunk lies in one page. What is not seen is filled with zeros: a slot may hold anything, and 0 * NaN is NaN.
+  const auto ask = [&](int turn, int64_t page) {
+    const int base = first_of(turn), offset = base % a.page_size;
+    if (base < part.end) {
+      const T* k = static_cast<const T*>(a.k_cache) + page * a.k_strides.page + kv_head * a.k_strides.head;
+      const T* v = static_cast<const T*>(a.v_cache) + page * a.v_strides.page + kv_head * a.v_strides.head;
+      char* to = memory.ring[warp][turn % kStages][0];
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int token = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
+        const bool seen = base + token < part.end && base + token >= oldest && piece * 8 < D;
+        const int place = C::place(token, piece), at = seen ? piece * 8 : 0, there = seen ? offset + token : 0;
+        copy_async(to + place, k + there * a.k_strides.token + at, seen);
+        copy_async(to + C::kBytes + place, v + there * a.v_strides.token + at, seen);
+      }
+    }
+    commit_copies();  // also an empty one: they are counted
+  };
+  int pages[kStages];
+#pragma unroll
+  for (int turn = 0; turn < kStages; ++turn) pages[turn] = page_of(turn);
+#pragma unroll
+  for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, pages[turn]);
+  int next_page = pages[kStages - 1];  // read a turn before it is needed
+
+  // Queries as right operands: head `row`, eight neighbours of each 32.
+  uint4 q[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int at = i * 32 + quad * 8;
+    const T* from = static_cast<const T*>(a.q) + sequence * a.q_stride + (first + row) * a.q_head_stride + at;
+    q[i] = row < heads && at < D ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+  }
+  // Of heads 2 * quad and 2 * quad + 1. Peaks are the warp's, sums those of the lane's tokens.
+  float peak[2] = {-INFINITY, -INFINITY}, sum[2] = {}, out[kTiles][4] = {};
+  const float scale = a.scale * 1.44269504088896341f;
+
+  for (int turn = 0; first_of(turn) < part.end; ++turn) {
+    ask(turn + kStages - 1, next_page);
+    next_page = page_of(turn + kStages);
+    wait_copies<kStages - 1>();
+    __syncwarp();
+    const char* keys = memory.ring[warp][turn % kStages][0];
+    const char* values = keys + C::kBytes;
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 low = *reinterpret_cast<const uint4*>(keys + C::place(row, i * 4 + quad));
+      const uint4 high = *reinterpret_cast<const uint4*>(keys + C::place(row + 8, i * 4 + quad));
+      multiply(even, {low.x, high.x, low.y, high.y}, {q[i].x, q[i].y}, T());
+      multiply(odd, {low.z, high.z, low.w, high.w}, {q[i].z, q[i].w}, T());
+    }
+    // scores[2 * i + h]: token row + 8 * i, head 2 * quad + h
+    float scores[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int token = first_of(turn) + row + j / 2 * 8;
+      scores[j] = token < part.end && token >= oldest ? (even[j] + odd[j]) * scale : -INFINITY;
+    }
+    float kept[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float highest = fmaxf(peak[h], fmaxf(scores[h], scores[h + 2]));
+#pragma unroll
+      for (int far = 4; far < 32; far *= 2) highest = fmaxf(highest, __shfl_xor_sync(kAll, highest, far));
+      kept[h] = share(peak[h], highest);
+      peak[h] = highest;
+      scores[h] = weight_of(scores[h], highest);
+      scores[h + 2] = weight_of(scores[h + 2], highest);
+      sum[h] = sum[h] * kept[h] + scores[h] + scores[h + 2];
+    }
+    if (__any_sync(kAll, kept[0] != 1.0f || kept[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[i][j] *= kept[j % 2];
+      }
+    }
+    // Weights as right operands: tokens in pairs, head `row`.
+    const unsigned weights[2] = {transpose(pack_pair(scores[0], scores[1], T())),
+                                 transpose(pack_pair(scores[2], scores[3], T()))};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      unsigned v[4];
+      load_transposed(v, values + C::place(lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
+      multiply(out[i], v, weights, T());
+    }
+    __syncwarp();  // all lanes have read the stage
+  }
+
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int far = 4; far < 32; far *= 2) sum[h] += __shfl_xor_sync(kAll, sum[h], far);
+  }
+  wait_copies<0>();
+  __syncthreads();  // no ring is read or written any more: its memory is the meeting's
+  if (row == 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      memory.meeting.peaks[warp][2 * quad + h] = peak[h];
+      memory.meeting.sums[warp][2 * quad + h] = sum[h];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      memory.meeting.outs[warp][2 * quad + j % 2][i * 16 + row + j / 2 * 8] = out[i][j];
+    }
+  }
+  finish<T, D, kHeads, WARPS, CLUSTER>(a, memory.meeting, sequence, first, heads, part.count);
+}
+
 // A lane's part of the queries, in the base of exp2; 0 for heads that are not there.
-template <typename T, int D, int G, bool ALIGNED, typename L>
+template <typename T, int D, int G, typename L>
 __device__ __forceinline__ void load_queries(const DecodeAttention& a, int sequence, int first, int heads,
                                              int part_lane, float (&q)[G][L::kValues]) {
 #pragma unroll
@@ -47,12 +202,8 @@ __device__ __forceinline__ void load_queries(const DecodeAttention& a, int seque
       const int chunk = c * L::kLanes + part_lane;
       Pack<T, L::kElements> pack = {};
       if (g < heads && chunk < L::kChunks) {
-        if constexpr (ALIGNED) {
-          pack = load(reinterpret_cast<const Pack<T, L::kElements>*>(from) + chunk);
-        } else {
 #pragma unroll
-          for (int j = 0; j < L::kElements; ++j) pack.values[j] = from[chunk * L::kElements + j];
-        }
+        for (int j = 0; j < L::kElements; ++j) pack.values[j] = from[chunk * L::kElements + j];
       }
       float values[L::kElements];
       to_floats(pack, values);
@@ -62,129 +213,6 @@ __device__ __forceinline__ void load_queries(const DecodeAttention& a, int seque
       }
     }
   }
-}
-
-// Blocks of a multiprocessor, by shared memory; more than three would leave too few registers.
-template <typename T, int D, int G, int WARPS>
-constexpr int blocks_at_once() {
-  const int fitting = 227 * 1024 / (static_cast<int>(sizeof(Memory<T, D, G, WARPS>)) + 1024);
-  return fitting < 1 ? 1 : fitting > 12 / WARPS ? 12 / WARPS : fitting;
-}
-
-template <typename T, int D, int G, int WARPS, bool CLUSTER>
-__global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, G, WARPS>())
-    decode_attention_ring(DecodeAttention a) {
-  using L = Layout<T, D, G>;
-  using P = Pack<T, L::kElements>;
-  constexpr int kChunk = kChunkTokens<T, D>;
-  constexpr int kSteps = kChunk >= L::kSide ? kChunk / L::kSide : 1;  // of a warp for a chunk
-  constexpr int kAtOnce = kSteps < 4 ? kSteps : 4;
-  constexpr uint32_t kBytes = kChunk * D * sizeof(T);
-  extern __shared__ char storage[];
-  auto& memory = *reinterpret_cast<Memory<T, D, G, WARPS>*>(storage + (128 - shared_address(storage) % 128) % 128);
-
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, side = lane / L::kLanes, part_lane = lane % L::kLanes;
-  const int group = a.num_heads / a.num_kv_heads, tiles = (group + G - 1) / G;
-  const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(G, group - tile * G);
-  const int first = kv_head * group + tile * G, sequence = blockIdx.z;
-  if (lane == 0) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) init_barrier(&memory.barriers[warp][s]);
-    fence_barriers();
-  }
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
-
-  const int length = a.seq_lens[sequence];
-  const int oldest = a.window > 0 ? max(0, length - a.window) : 0;  // key that is seen
-  const Part part =
-      part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
-  const int* table = a.block_table + sequence * a.table_stride;
-  // Lane 0 asks for the chunk of turn `turn`: neighbours in one page.
-  const auto ask = [&](int turn) {
-    const int token = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
-    if (token >= part.end) return;
-    const int64_t page = table[token / a.page_size], offset = token % a.page_size;
-    uint64_t* barrier = &memory.barriers[warp][stage];
-    expect_bytes(barrier, 2 * kBytes);
-    copy_bulk(memory.ring[warp][stage][0],
-              static_cast<const T*>(a.k_cache) + page * a.k_strides.page + kv_head * a.k_strides.head + offset * D,
-              kBytes, barrier);
-    copy_bulk(memory.ring[warp][stage][1],
-              static_cast<const T*>(a.v_cache) + page * a.v_strides.page + kv_head * a.v_strides.head + offset * D,
-              kBytes, barrier);
-  };
-  if (lane == 0) {
-#pragma unroll
-    for (int turn = 0; turn < kStages; ++turn) ask(turn);
-  }
-  float q[G][L::kValues];
-  load_queries<T, D, G, true, L>(a, sequence, first, heads, part_lane, q);
-  State<G, L::kValues> state;
-  state.clear();
-  __syncwarp();
-
-  for (int turn = 0;; ++turn) {
-    const int base = part.begin + (turn * WARPS + warp) * kChunk, stage = turn % kStages;
-    if (base >= part.end) break;
-    wait_barrier(&memory.barriers[warp][stage], turn / kStages % 2);
-#pragma unroll 1
-    for (int step = 0; step < kSteps; step += kAtOnce) {
-      float scores[kAtOnce][G];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int offset = (step + u) * L::kSide + side;
-        const P* keys = reinterpret_cast<const P*>(memory.ring[warp][stage][0]) + offset * L::kChunks;
-#pragma unroll
-        for (int g = 0; g < G; ++g) scores[u][g] = 0.0f;
-#pragma unroll
-        for (int c = 0; c < L::kOwn; ++c) {
-          const int chunk = c * L::kLanes + part_lane;
-          float k[L::kElements] = {};
-          if (offset < kChunk && (L::kFull || chunk < L::kChunks)) to_floats(load(keys + chunk), k);
-#pragma unroll
-          for (int g = 0; g < G; ++g) {
-#pragma unroll
-            for (int j = 0; j < L::kElements; ++j) {
-              scores[u][g] = fmaf(q[g][c * L::kElements + j], k[j], scores[u][g]);
-            }
-          }
-        }
-        const int token = base + offset;
-        const bool seen = offset < kChunk && token < part.end && token >= oldest;
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-#pragma unroll
-          for (int far = L::kLanes / 2; far > 0; far /= 2) scores[u][g] += __shfl_xor_sync(kAll, scores[u][g], far);
-          if (!seen) scores[u][g] = -INFINITY;  // whatever the slot holds
-        }
-      }
-      state.weigh(scores);
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int offset = (step + u) * L::kSide + side, token = base + offset;
-        const bool seen = offset < kChunk && token < part.end && token >= oldest;
-        const P* values = reinterpret_cast<const P*>(memory.ring[warp][stage][1]) + offset * L::kChunks;
-#pragma unroll
-        for (int c = 0; c < L::kOwn; ++c) {
-          const int chunk = c * L::kLanes + part_lane;
-          float v[L::kElements] = {};
-          if (seen && (L::kFull || chunk < L::kChunks)) to_floats(load(values + chunk), v);  // 0 * NaN would be NaN
-#pragma unroll
-          for (int g = 0; g < G; ++g) {
-#pragma unroll
-            for (int j = 0; j < L::kElements; ++j) {
-              state.out[g][c * L::kElements + j] = fmaf(scores[u][g], v[j], state.out[g][c * L::kElements + j]);
-            }
-          }
-        }
-      }
-    }
-    __syncwarp();  // all lanes have read the stage
-    if (lane == 0) ask(turn + kStages);
-  }
-  __syncthreads();  // no ring is read or written any more: its memory is the meeting's
-  finish<T, D, G, WARPS, CLUSTER, L>(a, state, memory.meeting, sequence, first, heads, part.count);
 }
 
 // Any strides and any page size: element by element, one sequence and two query heads a block.
@@ -201,7 +229,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention_plain(DecodeAtte
   wait_for_earlier_kernels();
   const int length = a.seq_lens[sequence], start = a.window > 0 ? max(0, length - a.window) : 0;
   float q[G][L::kValues];
-  load_queries<T, D, G, false, L>(a, sequence, first, heads, part_lane, q);
+  load_queries<T, D, G, L>(a, sequence, first, heads, part_lane, q);
   State<G, L::kValues> state;
   state.clear();
   for (int base = start + warp * L::kSide; base < length; base += kWarps * L::kSide) {
@@ -236,39 +264,50 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention_plain(DecodeAtte
       for (int g = 0; g < G; ++g) state.out[g][i] = fmaf(scores[0][g], value, state.out[g][i]);
     }
   }
-  finish<T, D, G, kWarps, false, L>(a, state, meeting, sequence, first, heads, 1);
-}
-
-template <typename T, int D, int G, int WARPS>
-void launch_ring(const DecodeAttention& a, int splits, cudaStream_t stream) {
-  const int tiles = (a.num_heads / a.num_kv_heads + G - 1) / G;
-  const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
-  constexpr int kShared = sizeof(Memory<T, D, G, WARPS>) + 128;
-  const auto kernel =
-      splits == 1 ? decode_attention_ring<T, D, G, WARPS, false> : decode_attention_ring<T, D, G, WARPS, true>;
-  launch_cluster(kernel, grid, block, splits, stream, Overlap::kBehindOurs, kShared, a);
-}
-
-template <typename T, int D, int G>
-void launch_split(const DecodeAttention& a, cudaStream_t stream) {
-  const int tiles = (a.num_heads / a.num_kv_heads + G - 1) / G;
-  const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * tiles;
-  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks, blocks_at_once<T, D, G, kWarps>());
-  if constexpr (sizeof(Memory<T, D, G, kManyWarps>) < 226 * 1024) {
-    if (blocks * splits <= card().multiprocessors) return launch_ring<T, D, G, kManyWarps>(a, splits, stream);
+  // Tokens side by side in a warp meet.
+#pragma unroll
+  for (int g = 0; g < G; ++g) {
+    float highest = state.peak[g];
+#pragma unroll
+    for (int far = L::kLanes; far < 32; far *= 2) highest = fmaxf(highest, __shfl_xor_sync(kAll, highest, far));
+    const float kept = share(state.peak[g], highest);
+    float total = state.sum[g] * kept;
+#pragma unroll
+    for (int far = L::kLanes; far < 32; far *= 2) total += __shfl_xor_sync(kAll, total, far);
+    if (lane == 0) {
+      meeting.peaks[warp][g] = highest;
+      meeting.sums[warp][g] = total;
+    }
+#pragma unroll
+    for (int i = 0; i < L::kValues; ++i) {
+      const int d = (i / L::kElements * L::kLanes + part_lane) * L::kElements + i % L::kElements;
+      float value = state.out[g][i] * kept;
+#pragma unroll
+      for (int far = L::kLanes; far < 32; far *= 2) value += __shfl_xor_sync(kAll, value, far);
+      if (side == 0 && d < D) meeting.outs[warp][g][d] = value;
+    }
   }
-  launch_ring<T, D, G, kWarps>(a, splits, stream);
+  finish<T, D, G, kWarps, false>(a, meeting, sequence, first, heads, 1);
+}
+
+template <typename T, int D, int WARPS>
+void launch_chunks(const DecodeAttention& a, int splits, cudaStream_t stream) {
+  const int tiles = (a.num_heads / a.num_kv_heads + kHeads - 1) / kHeads;
+  const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
+  const auto kernel =
+      splits == 1 ? decode_attention_chunks<T, D, WARPS, false> : decode_attention_chunks<T, D, WARPS, true>;
+  launch_cluster(kernel, grid, block, splits, stream, Overlap::kBehindOurs, sizeof(Memory<T, D, WARPS>), a);
 }
 
 template <typename T, int D>
 void launch_for_layout(const DecodeAttention& a, cudaStream_t stream) {
   const int group = a.num_heads / a.num_kv_heads;
-  const auto side_by_side = [](const CacheStrides& strides) { return strides.token == D; };
-  const bool ring = a.aligned && a.page_size % kChunkTokens<T, D> == 0 && side_by_side(a.k_strides) &&
-                    side_by_side(a.v_strides) && card().major >= 9;
-  if (ring && group == 1) return launch_split<T, D, 1>(a, stream);
-  if (ring && group == 2) return launch_split<T, D, 2>(a, stream);
-  if (ring) return launch_split<T, D, 4>(a, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (a.aligned && a.page_size % kChunk == 0 && card().major >= 9) {
+      const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * ((group + kHeads - 1) / kHeads);
+      return launch_chunks<T, D, kWarps>(a, a.splits > 0 ? a.splits : decode_splits(blocks), stream);
+    }
+  }
   const dim3 grid(1, a.num_kv_heads * ((group + 1) / 2), a.num_seqs);
   launch(decode_attention_plain<T, D>, grid, dim3(kWarps * 32), stream, Overlap::kBehindOurs, 0, a);
 }
@@ -293,18 +332,10 @@ bool takes_head_dim(int head_dim) {
   return head_dim == 64 || head_dim == 80 || head_dim == 128 || head_dim == 256;
 }
 
-int decode_splits(int64_t blocks, int at_once) {
+int decode_splits(int64_t blocks) {
   const int64_t places = card().multiprocessors;
   int splits = 1;
   while (splits < kMostSplits && blocks * splits * 2 <= places) splits *= 2;
-  if (splits > 1 || blocks <= places) return splits;
-  // Many blocks: they run in rounds, and the last round may be nearly empty. Parts make rounds finer, but not for free.
-  const auto rounds = [&](int parts) {
-    return static_cast<double>((blocks * parts + places * at_once - 1) / (places * at_once)) / parts;
-  };
-  for (int parts = 2; parts <= 4; parts *= 2) {
-    if (rounds(parts) < 0.9 * rounds(splits)) splits = parts;
-  }
   return splits;
 }
 

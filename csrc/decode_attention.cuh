@@ -101,40 +101,12 @@ struct Meeting {
   float peak[G], sum[G];
 };
 
-// Tokens side by side in a warp meet, then the warps of the block, then the blocks of the cluster; the result is
-// written. first: the heads' first one of all query heads. heads: of the G that exist. parts: blocks of the cluster
+// What a warp has, in the meeting's memory: the warps of the block meet, then the blocks of the cluster, and the result
+// is written. first: the heads' first one of all query heads. heads: of the G that exist. parts: blocks of the cluster
 // with keys.
-template <typename T, int D, int G, int WARPS, bool CLUSTER, typename L>
-__device__ __forceinline__ void finish(const DecodeAttention& a, const State<G, L::kValues>& state,
-                                       Meeting<WARPS, G, D>& meeting, int sequence, int first, int heads, int parts) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, side = lane / L::kLanes, part_lane = lane % L::kLanes;
-#pragma unroll
-  for (int g = 0; g < G; ++g) {
-    float highest = state.peak[g];
-#pragma unroll
-    for (int offset = L::kLanes; offset < 32; offset *= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(kAll, highest, offset));
-    }
-    const float kept = share(state.peak[g], highest);
-    float total = state.sum[g] * kept;
-#pragma unroll
-    for (int offset = L::kLanes; offset < 32; offset *= 2) total += __shfl_xor_sync(kAll, total, offset);
-    if (lane == 0) {
-      meeting.peaks[warp][g] = highest;
-      meeting.sums[warp][g] = total;
-    }
-#pragma unroll
-    for (int c = 0; c < L::kOwn; ++c) {
-      const int chunk = c * L::kLanes + part_lane;
-#pragma unroll
-      for (int j = 0; j < L::kElements; ++j) {
-        float value = state.out[g][c * L::kElements + j] * kept;
-#pragma unroll
-        for (int offset = L::kLanes; offset < 32; offset *= 2) value += __shfl_xor_sync(kAll, value, offset);
-        if (side == 0 && chunk < L::kChunks) meeting.outs[warp][g][chunk * L::kElements + j] = value;
-      }
-    }
-  }
+template <typename T, int D, int G, int WARPS, bool CLUSTER>
+__device__ __forceinline__ void finish(const DecodeAttention& a, Meeting<WARPS, G, D>& meeting, int sequence, int first,
+                                       int heads, int parts) {
   __syncthreads();
   const int64_t head = static_cast<int64_t>(sequence) * a.num_heads + first;
   const auto write = [&](int g, int d, float highest, float total, float value) {

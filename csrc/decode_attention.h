@@ -32,8 +32,8 @@ struct DecodeAttention {
 
 bool takes_head_dim(int head_dim);
 // How many blocks share a sequence's keys, by blocks against multiprocessors, whatever the lengths are. blocks: that
-// there are with one for each sequence and KV head; at_once: of them on one multiprocessor.
-int decode_splits(int64_t blocks, int at_once);
+// there are with one for each sequence and KV head.
+int decode_splits(int64_t blocks);
 void launch_decode_attention(const DecodeAttention& attention, cudaStream_t stream);
 
 }  // namespace rooflight

@@ -8,12 +8,14 @@
 // The arithmetic is done by the tensor cores with the weight as the left operand and the rows of x as its 8 columns: on
 // CUDA cores the conversions alone would take half as long as the stream (docs/lab). Which k stands where in a tile is
 // free as long as both operands agree, so that a lane's 16 bytes are two tiles' worth.
-// The weighted sums of a row's squares ride along and are applied at the end, where they cost no wait of their own.
+// A row's sum of squares is applied at the end, where it costs no wait of its own.
 #include <type_traits>
 
 #include "common/bulk.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/pack.cuh"
+#include "common/reduce.cuh"
 #include "few_rows_linear.h"
 
 namespace rooflight {
@@ -22,33 +24,31 @@ namespace {
 constexpr int kStepWidth = 32;  // k of one 16-byte load of each of four lanes
 constexpr int kTileRows = 16;
 constexpr int kWarps = 8;
-constexpr int kMostSteps = 16;           // of a warp: in_features 4096
-constexpr int kPadding = 64;             // bytes between rows of a tile: neighbouring rows fall into other banks
-constexpr int kMostShared = 100 * 1024;  // of a block, so that two fit a multiprocessor
+constexpr int kPadding = 64;  // bytes between rows of a tile: neighbouring rows fall into other banks
+// Bytes of shared memory: of a multiprocessor; of a block beside its rows. And most blocks, by their registers.
+constexpr int kMultiprocessorShared = 226 * 1024, kOwnShared = 6 * 1024, kMostBlocks = 4;
+constexpr int kWidest = 4096;
+constexpr int kMostSteps = kWidest / kStepWidth / kWarps, kMostSums = kWidest / 8 / 32;
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+// From the sums of squares of a row's parts.
+__device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums], const FewRowsLinear& p) {
+  float sum = 0.0f;
+  for (int i = 0; i < (p.in_features / 8 + 31) / 32; ++i) sum += squares[i];
+  return rsqrtf(fmaf(sum, p.inverse_width, p.eps));
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// HALVES: 16 rows of the weight a tile, or 8 (one half; the other half of the matrix tile is zero). STEPS: of a warp.
-template <typename T, int STEPS, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
-__global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROLOGUE == Prologue::kNone) ? 2 : 1)
-    few_rows_linear(FewRowsLinear p) {
-  constexpr bool kNorm = PROLOGUE == Prologue::kRmsNorm;
-  constexpr bool kSwiglu = EPILOGUE == Epilogue::kSwiglu;
+// HALVES: 16 rows of the weight a tile, or 8 (one half; the other half of the matrix tile is zero).
+template <typename T, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
+__global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 : 4) few_rows_linear(FewRowsLinear p) {
+  constexpr bool kNorm = PROLOGUE == Prologue::kRmsNorm, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
+  // The range of FP16 may not hold a row that is not normalised yet: there the sums are known before the product.
+  constexpr bool kNormFirst = kNorm && std::is_same_v<T, __half>;
   constexpr int kRows = 8 * HALVES;           // of the weight in a tile
   constexpr int kTile = kSwiglu ? 8 : kRows;  // outputs of a tile
-  extern __shared__ __align__(128) char ring[];
+  using Pack8 = Pack<T, 8>;
+  extern __shared__ __align__(128) char storage[];
   __shared__ float partial[kWarps][kTileRows][kFewRows + 1];
-  __shared__ float squares[kWarps][kFewRows];
+  __shared__ float squares[kFewRows][kMostSums];
   __shared__ uint64_t barriers[2];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROL
   const int row_bytes = p.in_features * static_cast<int>(sizeof(T)), pitch = row_bytes + kPadding;
   const int blocks = gridDim.x;
   const bool twice = blocks < tiles;  // memory for two tiles: one is asked for while the other is multiplied
+  char* const ring = storage + (kNorm ? p.rows * pitch : 0);  // behind the rows of x
 
   // The first warp asks for a tile, a row a lane. In place of rows beyond the weight's it gets the last one.
   const auto ask = [&](int tile, int stage) {
@@ -81,60 +82,70 @@ __global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROL
     if (twice && tile + blocks < tiles) ask(tile + blocks, 1);
   }
   let_next_kernel_start();
-  // Weights of the norm do not change either.
-  using Pack8 = Pack<T, 8>;
-  constexpr bool kScaleFirst = kNorm && STEPS <= 8;  // more would not fit beside x
-  Pack8 scale[kScaleFirst ? STEPS : 1];
-  const auto k_of = [&](int i) { return (warp + i * kWarps) * kStepWidth + quad * 8; };
-  const auto inside = [&](int i) { return warp + i * kWarps < steps; };
-  const auto load_scale = [&](int i) {
-    return load(reinterpret_cast<const Pack8*>(static_cast<const T*>(p.norm_weight) + k_of(i)));
-  };
-  if constexpr (kScaleFirst) {
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      if (inside(i)) scale[i] = load_scale(i);
-    }
-  }
-  __syncthreads();  // the barriers are there
-  wait_for_earlier_kernels();
 
-  uint4 column[STEPS];  // x of row `group`, at the k of this lane
-  float square = 0.0f;
+  // x: without a norm each lane has what it multiplies; with one, a row's sum needs all of it, so that the block reads
+  // it together, weights it by the norm's weights and leaves it in shared memory.
+  uint4 column[kNorm ? 1 : kMostSteps];
+  if constexpr (!kNorm) {
+    __syncthreads();  // the barriers are there
+    wait_for_earlier_kernels();
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const T* from = static_cast<const T*>(p.x) + group * p.x_stride + k_of(i);
-    column[i] = inside(i) && group < p.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
-  }
-  if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      float values[8];
-      to_floats(*reinterpret_cast<const Pack8*>(&column[i]), values);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) square = fmaf(values[j], values[j], square);
+    for (int i = 0; i < kMostSteps; ++i) {
+      const int step = warp + i * kWarps;
+      const T* from = static_cast<const T*>(p.x) + group * p.x_stride + step * kStepWidth + quad * 8;
+      if (step < steps) column[i] = group < p.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
     }
-    square += __shfl_xor_sync(0xffffffffu, square, 1);
-    square += __shfl_xor_sync(0xffffffffu, square, 2);
-    if (quad == 0) squares[warp][group] = square;
-    float inverse = 1.0f;
-    if constexpr (std::is_same_v<T, __half>) {  // the range of FP16 may not hold a row that is not normalised yet
+  } else {
+    // Packs of a row, with some that are not there so that a warp never has two rows.
+    const int packs = p.in_features / 8, sums = (packs + 31) / 32, items = p.rows * sums * 32;
+    const auto scale_of = [&](int pack) {
+      return pack < packs ? load(static_cast<const Pack8*>(p.norm_weight) + pack) : Pack8{};
+    };
+    const bool same = kWarps % sums == 0;  // a thread's pack has the same place in every row that it comes to
+    const Pack8 scale = scale_of(threadIdx.x % (sums * 32));  // does not depend on earlier kernels
+    wait_for_earlier_kernels();
+    const auto read = [&](int item) {
+      const int row = item / (sums * 32), pack = item % (sums * 32);
+      const Pack8* from = reinterpret_cast<const Pack8*>(static_cast<const T*>(p.x) + row * p.x_stride);
+      return item < items && pack < packs ? load(from + pack) : Pack8{};
+    };
+    constexpr int kAtOnce = 4;
+    for (int first = threadIdx.x; first < items; first += kAtOnce * kWarps * 32) {
+      Pack8 held[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) held[i] = read(first + i * kWarps * 32);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = first + i * kWarps * 32, row = item / (sums * 32), pack = item % (sums * 32);
+        if (item >= items) continue;  // all lanes of a warp alike
+        float values[8], factors[8], square = 0.0f;
+        to_floats(held[i], values);
+        to_floats(same ? scale : scale_of(pack), factors);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          square = fmaf(values[j], values[j], square);
+          if (!kNormFirst) values[j] *= factors[j];
+        }
+        if (pack < packs) store(reinterpret_cast<Pack8*>(storage + row * pitch) + pack, from_floats<T>(values));
+        square = warp_sum(square);
+        if (lane == 0) squares[row][pack / 32] = square;
+      }
+    }
+    __syncthreads();
+    if constexpr (kNormFirst) {
+      for (int item = threadIdx.x; item < items; item += kWarps * 32) {
+        const int row = item / (sums * 32), pack = item % (sums * 32);
+        if (pack >= packs) continue;
+        Pack8* at = reinterpret_cast<Pack8*>(storage + row * pitch) + pack;
+        const float inverse = inverse_norm(squares[row], p);
+        float values[8], factors[8];
+        to_floats(load(at), values);
+        to_floats(scale_of(pack), factors);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[j] *= inverse * factors[j];
+        store(at, from_floats<T>(values));
+      }
       __syncthreads();
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += squares[w][group];
-      inverse = rsqrtf(fmaf(sum, p.inverse_width, p.eps));
-    }
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      if (!inside(i)) continue;
-      float values[8], factors[8];
-      to_floats(*reinterpret_cast<const Pack8*>(&column[i]), values);
-      to_floats(kScaleFirst ? scale[kScaleFirst ? i : 0] : load_scale(i), factors);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] = values[j] * inverse * factors[j];
-      const Pack8 pack = from_floats<T>(values);
-      column[i] = *reinterpret_cast<const uint4*>(&pack);
     }
   }
 
@@ -142,16 +153,25 @@ __global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROL
     const int stage = twice ? turn % 2 : 0;
     wait_barrier(&barriers[stage], twice ? turn / 2 % 2 : 0);
     float even[4] = {}, odd[4] = {};
+    const auto add_step = [&](int step, const uint4& x) {
+      const char* at = ring + (stage * kRows + group) * pitch + (step * kStepWidth + quad * 8) * sizeof(T);
+      const uint4 low = *reinterpret_cast<const uint4*>(at);
+      const uint4 high = HALVES == 2 ? *reinterpret_cast<const uint4*>(at + 8 * pitch) : uint4{0, 0, 0, 0};
+      const unsigned a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+      const unsigned b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
+      multiply(even, a0, b0, T());
+      multiply(odd, a1, b1, T());
+    };
+    if constexpr (kNorm) {
+#pragma unroll 2
+      for (int step = warp; step < steps; step += kWarps) {
+        const char* at = storage + group * pitch + (step * kStepWidth + quad * 8) * sizeof(T);
+        add_step(step, group < p.rows ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0});
+      }
+    } else {
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      if (inside(i)) {
-        const char* at = ring + (stage * kRows + group) * pitch + k_of(i) * static_cast<int>(sizeof(T));
-        const uint4 low = *reinterpret_cast<const uint4*>(at);
-        const uint4 high = HALVES == 2 ? *reinterpret_cast<const uint4*>(at + 8 * pitch) : uint4{0, 0, 0, 0};
-        const unsigned a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
-        const unsigned b0[2] = {column[i].x, column[i].y}, b1[2] = {column[i].z, column[i].w};
-        multiply(even, a0, b0, T());
-        multiply(odd, a1, b1, T());
+      for (int i = 0; i < kMostSteps; ++i) {
+        if (warp + i * kWarps < steps) add_step(warp + i * kWarps, column[i]);
       }
     }
 #pragma unroll
@@ -164,18 +184,12 @@ __global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROL
     for (int place = threadIdx.x; place < kTile * p.rows; place += kWarps * 32) {
       const int row = place / kTile, output = place % kTile, feature = tile * kTile + output;
       if (feature < outputs) {
-        float inverse = 1.0f;
-        if constexpr (kNorm && !std::is_same_v<T, __half>) {
-          float sum = 0.0f;
-#pragma unroll
-          for (int w = 0; w < kWarps; ++w) sum += squares[w][row];
-          inverse = rsqrtf(fmaf(sum, p.inverse_width, p.eps));
-        }
+        const float factor = kNorm && !kNormFirst ? inverse_norm(squares[row], p) : 1.0f;
         const auto total = [&](int from, int of) {
           float sum = 0.0f;
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) sum += partial[w][from][row];
-          sum *= inverse;
+          sum *= factor;
           return p.bias != nullptr ? sum + static_cast<float>(static_cast<const T*>(p.bias)[of]) : sum;
         };
         T* out = static_cast<T*>(p.out) + row * p.out_stride + feature;
@@ -189,35 +203,34 @@ __global__ void __launch_bounds__(kWarps * 32, STEPS <= 4 || (STEPS <= 8 && PROL
   }
 }
 
-template <typename T, int STEPS, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
+template <typename T, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
 void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
   constexpr int kTile = EPILOGUE == Epilogue::kSwiglu ? 8 : 8 * HALVES;
   const int outputs = EPILOGUE == Epilogue::kSwiglu ? p.out_features / 2 : p.out_features;
-  const int tiles = (outputs + kTile - 1) / kTile;
-  const int bytes = 8 * HALVES * (p.in_features * static_cast<int>(sizeof(T)) + kPadding);
-  // One tile a block while those of all multiprocessors' memory do it; else two blocks each, tile after tile.
-  const int at_once = 2 * kMostShared / bytes, places = card().multiprocessors;
-  const bool single = tiles <= places * at_once;
-  launch(few_rows_linear<T, STEPS, HALVES, PROLOGUE, EPILOGUE>, dim3(single ? tiles : 2 * places), dim3(kWarps * 32),
-         stream, Overlap::kBehindOurs, single ? bytes : 2 * bytes, p);
+  const int tiles = (outputs + kTile - 1) / kTile, places = card().multiprocessors;
+  const int row = p.in_features * static_cast<int>(sizeof(T)) + kPadding;
+  const auto bytes = [&](int stages) {
+    return (8 * HALVES * stages + (PROLOGUE == Prologue::kRmsNorm ? p.rows : 0)) * row;
+  };
+  // One tile a block while all blocks run at once; else as many blocks as do with memory for two tiles each.
+  const auto at_once = [&](int stages) {
+    const int fitting = kMultiprocessorShared / (bytes(stages) + kOwnShared);
+    return fitting < kMostBlocks ? fitting : kMostBlocks;
+  };
+  const bool single = tiles <= places * at_once(1);
+  launch(few_rows_linear<T, HALVES, PROLOGUE, EPILOGUE>, dim3(single ? tiles : places * at_once(2)), dim3(kWarps * 32),
+         stream, Overlap::kBehindOurs, bytes(single ? 1 : 2), p);
 }
 
 template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE>
 void launch_for_width(const FewRowsLinear& p, cudaStream_t stream) {
-  const int steps = (p.in_features / kStepWidth + kWarps - 1) / kWarps;
   // 8-row tiles where 16-row ones would leave multiprocessors without work, or take too much memory.
-  const bool small = p.out_features < 16 * card().multiprocessors || p.in_features > 2048;
-  const auto run = [&](auto most) {
-    constexpr int kSteps = decltype(most)::value;
-    if constexpr (EPILOGUE != Epilogue::kSwiglu) {
-      if (small) return launch_shaped<T, kSteps, 1, PROLOGUE, EPILOGUE>(p, stream);
+  if constexpr (EPILOGUE != Epilogue::kSwiglu) {
+    if (p.out_features < 16 * card().multiprocessors || p.in_features > 2048) {
+      return launch_shaped<T, 1, PROLOGUE, EPILOGUE>(p, stream);
     }
-    launch_shaped<T, kSteps, 2, PROLOGUE, EPILOGUE>(p, stream);
-  };
-  if (steps <= 4) return run(std::integral_constant<int, 4>());
-  if (steps <= 8) return run(std::integral_constant<int, 8>());
-  if (steps <= 12) return run(std::integral_constant<int, 12>());
-  run(std::integral_constant<int, kMostSteps>());
+  }
+  launch_shaped<T, 2, PROLOGUE, EPILOGUE>(p, stream);
 }
 
 template <typename T>
@@ -234,8 +247,8 @@ void launch_typed(const FewRowsLinear& p, cudaStream_t stream) {
 
 bool takes_few_rows(const FewRowsLinear& p) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  // Two tiles of 16 rows must fit a multiprocessor.
-  const int widest = p.epilogue == Epilogue::kSwiglu ? 3072 : kMostSteps * kWarps * kStepWidth;
+  // Two tiles of 16 rows and x must fit a multiprocessor.
+  const int widest = p.epilogue == Epilogue::kSwiglu ? 2560 : kWidest;
   return p.dtype != Dtype::kFloat32 && p.rows >= 1 && p.rows <= kFewRows && p.in_features % kStepWidth == 0 &&
          p.in_features >= kStepWidth && p.in_features <= widest && p.out_features > 0 && p.x_stride % 8 == 0 &&
          p.weight != nullptr && aligned(p.weight) && aligned(p.x) && aligned(p.norm_weight) && card().major >= 9;

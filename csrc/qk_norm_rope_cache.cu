@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kMostPairs = 4;  // of a lane: head_dim 256
+constexpr int kNeighbours = 4;
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeCache s) {
@@ -89,13 +90,13 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
   }
 }
 
-// The same for whole heads that turn by halves, which are most: VEC neighbours a load.
-template <typename T, typename W, int VEC>
+// The same for whole heads that turn by halves, which are most: LANES lanes a head, four neighbours a load.
+template <typename T, typename W, int LANES>
 __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormRopeCache s) {
+  constexpr int VEC = kNeighbours, kHalf = LANES * VEC;
   using P = Pack<T, VEC>;
-  constexpr int kHalf = 32 * VEC;
-  const int lane = threadIdx.x % 32;
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % LANES;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kWarps * 32 / LANES) + threadIdx.x / LANES;
   const int heads = s.q.heads + s.k.heads + s.v.heads;
   const int64_t token = unit / heads;
   int head = static_cast<int>(unit - token * heads);
@@ -107,25 +108,19 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormR
                 lane;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  if (token >= s.num_tokens) return;
-  const P low = load(in), high = load(in + 32);
+  // No lane leaves before the sum over the lanes of a head: a warp has several.
+  const bool there = token < s.num_tokens;
+  const P low = there ? load(in) : P{}, high = there ? load(in + LANES) : P{};
   P* out = const_cast<P*>(in);
-  if (!is_q) {
+  bool writes = there;
+  if (there && !is_q) {
     const int64_t slot = s.slots[token];
-    if (slot < 0) return;
+    writes = slot >= 0;
     const CacheStrides& strides = is_k ? s.k_strides : s.v_strides;
     out = reinterpret_cast<P*>(static_cast<T*>(is_k ? s.k_cache : s.v_cache) + slot / s.page_size * strides.page +
                                head * strides.head + slot % s.page_size * strides.token) +
           lane;
-    if (!is_k) {
-      store(out, low);
-      store(out + 32, high);
-      return;
-    }
   }
-  const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[token]
-                                            : static_cast<const int32_t*>(s.positions)[token];
-  const float* angles = s.cos_sin + position * s.table_stride + lane * VEC;
   float a[VEC], b[VEC], square = 0.0f;
   to_floats(low, a);
   to_floats(high, b);
@@ -133,13 +128,22 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormR
   if (weight != nullptr) {
 #pragma unroll
     for (int j = 0; j < VEC; ++j) square = fmaf(a[j], a[j], fmaf(b[j], b[j], square));
-    const float inverse = rsqrtf(warp_sum(square) / static_cast<float>(2 * kHalf) + s.eps);
+    const float inverse = rsqrtf(warp_sum(square, LANES) / static_cast<float>(2 * kHalf) + s.eps);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       a[j] *= inverse * static_cast<float>(weight[lane * VEC + j]);
       b[j] *= inverse * static_cast<float>(weight[kHalf + lane * VEC + j]);
     }
   }
+  if (!writes) return;
+  if (!is_q && !is_k) {
+    store(out, low);
+    store(out + LANES, high);
+    return;
+  }
+  const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[token]
+                                            : static_cast<const int32_t*>(s.positions)[token];
+  const float* angles = s.cos_sin + position * s.table_stride + lane * VEC;
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     const float cosine = angles[j], sine = angles[kHalf + j], turned = a[j] * cosine - b[j] * sine;
@@ -147,24 +151,25 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormR
     a[j] = turned;
   }
   store(out, from_floats<T>(a));
-  store(out + 32, from_floats<T>(b));
+  store(out + LANES, from_floats<T>(b));
 }
 
-// Elements of a lane's load in the kernel above, or 0 where that does not take the step.
-int lane_elements(const QkNormRopeCache& s) {
-  const int elements = s.head_dim / 64;
-  if (s.interleaved || s.rotary_dim != s.head_dim || s.head_dim % 64 != 0 || elements == 3 || elements > 4) return 0;
-  const int64_t bytes = elements * size_of(s.dtype);
+// Lanes of a head in the kernel above, or 0 where that does not take the step.
+int lanes_of_head(const QkNormRopeCache& s) {
+  const int lanes = s.head_dim / (2 * kNeighbours);
+  const bool whole = s.head_dim == 64 || s.head_dim == 128 || s.head_dim == 256;
+  if (s.interleaved || s.rotary_dim != s.head_dim || !whole) return 0;
+  const int64_t bytes = kNeighbours * size_of(s.dtype);
   const auto fits = [&](const void* data, std::initializer_list<int64_t> strides) {
     bool fine = reinterpret_cast<uintptr_t>(data) % bytes == 0;
-    for (const int64_t stride : strides) fine = fine && stride % elements == 0;
+    for (const int64_t stride : strides) fine = fine && stride % kNeighbours == 0;
     return fine;
   };
   const auto heads = [&](const Heads& h) { return fits(h.data, {h.token_stride, h.head_stride}); };
   const auto cache = [&](const void* data, const CacheStrides& c) { return fits(data, {c.page, c.head, c.token}); };
   const bool all =
       heads(s.q) && heads(s.k) && heads(s.v) && cache(s.k_cache, s.k_strides) && cache(s.v_cache, s.v_strides);
-  return all && bytes <= 16 ? elements : 0;
+  return all ? lanes : 0;
 }
 
 }  // namespace
@@ -176,15 +181,15 @@ bool takes_head(const QkNormRopeCache& s) {
 void launch_qk_norm_rope_cache(const QkNormRopeCache& s, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(s.num_tokens) * (s.q.heads + s.k.heads + s.v.heads);
   if (units == 0 || s.head_dim == 0) return;
-  const dim3 grid(static_cast<unsigned>((units + kWarps - 1) / kWarps)), block(kWarps * 32);
-  const int elements = lane_elements(s);
+  const int lanes = lanes_of_head(s), at_once = kWarps * 32 / (lanes > 0 ? lanes : 32);
+  const dim3 grid(static_cast<unsigned>((units + at_once - 1) / at_once)), block(kWarps * 32);
   with_types(s.dtype, s.weight_dtype, [&](auto data, auto weight) {
     using T = typename decltype(data)::type;
     using W = typename decltype(weight)::type;
     const auto run = [&](auto kernel) { launch(kernel, grid, block, stream, Overlap::kBehindOurs, 0, s); };
-    if (elements == 1) return run(qk_norm_rope_cache_halves<T, W, 1>);
-    if (elements == 2) return run(qk_norm_rope_cache_halves<T, W, 2>);
-    if (elements == 4) return run(qk_norm_rope_cache_halves<T, W, 4>);
+    if (lanes == 8) return run(qk_norm_rope_cache_halves<T, W, 8>);
+    if (lanes == 16) return run(qk_norm_rope_cache_halves<T, W, 16>);
+    if (lanes == 32) return run(qk_norm_rope_cache_halves<T, W, 32>);
     run(qk_norm_rope_cache<T, W>);
   });
 }

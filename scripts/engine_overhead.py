@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rooflight import LLM, SamplingParams
-from rooflight.engine import core
+from rooflight.engine import runner as runner_module
 from rooflight.engine.plan import StepPlan
 
 STEPS = 300
@@ -42,7 +42,7 @@ def main(sequences: int = 64, prompt: int = 512) -> None:
     runner, scheduler = engine.runner, engine.scheduler
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(sequences, llm.config.vocab_size, generator=generator)
-    parts: dict[str, list[float]] = {name: [] for name in ("plan", "tensors", "sample", "update", "deliver", "step")}
+    parts: dict[str, list[float]] = {name: [] for name in ("plan", "tensors", "sample", "landed", "deliver", "step")}
 
     def run(plan: StepPlan) -> torch.Tensor:
         runner._tensors(plan)
@@ -51,8 +51,8 @@ def main(sequences: int = 64, prompt: int = 512) -> None:
     runner._tensors = timed(parts["tensors"], runner._tensors)  # type: ignore[method-assign]
     runner.run = run  # type: ignore[method-assign]
     scheduler.plan = timed(parts["plan"], scheduler.plan)  # type: ignore[method-assign]
-    scheduler.update = timed(parts["update"], scheduler.update)  # type: ignore[method-assign]
-    core.sample = timed(parts["sample"], core.sample)  # type: ignore[assignment]
+    scheduler.landed = timed(parts["landed"], scheduler.landed)  # type: ignore[method-assign]
+    runner_module.sample = timed(parts["sample"], runner_module.sample)  # type: ignore[assignment]
     for number in range(sequences):
         tokens = [(number + place) % 997 for place in range(prompt)]
         engine.submit(tokens, SamplingParams(max_tokens=2 * STEPS, ignore_eos=True))
@@ -64,12 +64,12 @@ def main(sequences: int = 64, prompt: int = 512) -> None:
         start = time.perf_counter()
         list(engine.step())
         parts["step"].append((time.perf_counter() - start) * 1e6)
-    inner = sum(median(parts[name]) for name in ("plan", "tensors", "sample", "update"))
+    inner = sum(median(parts[name]) for name in ("plan", "tensors", "sample", "landed"))
     parts["deliver"] = [median(parts["step"]) - inner]
     print(f"{sequences} sequences of {prompt} tokens and more, median of {STEPS} decode steps")
     for name, times in parts.items():
         print(f"{name:10} {median(times):8.1f} us")
-    print(f"{'schedule':10} {median(parts['plan']) + median(parts['update']):8.1f} us (plan and update)")
+    print(f"{'schedule':10} {median(parts['plan']) + median(parts['landed']):8.1f} us (plan and landed)")
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(50):

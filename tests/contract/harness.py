@@ -364,6 +364,7 @@ NOT_BATCH_INVARIANT = {
     "rms_norm_linear": _LIBRARY,
     "rms_norm_swiglu": _LIBRARY,
     "linear_add_": _LIBRARY,
+    "prompt_attention": "a token sees those before it: a batch of fewer has other products",
     "decode_attention.cuda.cuda": "the number of parts that a sequence is cut into depends on the number of sequences",
     "rms_norm.ref.cuda": _REDUCTION,
     "rms_norm_backward.ref.cuda": _REDUCTION,

@@ -39,7 +39,7 @@ def count_attention(args: Named) -> tuple[int, int]:
             marked |= set(range(first, last + 1))
         seen += len(marked)
     key = k_cache.shape[1] * k_cache.shape[3] * k_cache.element_size()
-    lse = q.shape[0] * q.shape[1] * 4
+    lse = q.shape[0] * q.shape[1] * 4 if args["return_lse"] else 0
     return size(q, args["block_table"]) + 2 * seen * key, size(q) + lse
 
 
@@ -90,6 +90,10 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
         a["ids"].numel() * size(a["weight"][0]),
     ),
     "prefill_attention": count_attention,
+    "prompt_attention": lambda a: count_attention(
+        {**a, "window": 0, "return_lse": False}
+        | {"seq_lens": torch.tensor([a["q"].shape[0]]), "query_starts": torch.tensor([0, a["q"].shape[0]])}
+    ),
     "decode_attention": count_attention,
     "merge_attention": lambda a: (
         size(a["out_a"], a["lse_a"], a["out_b"], a["lse_b"]),

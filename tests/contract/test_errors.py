@@ -55,6 +55,8 @@ LEGAL = {
     ("layer_norm", "weight"): {"other_size"},
     ("layer_norm_backward", "weight"): {"other_size"},
     ("linear", "x"): {"longer", "deeper"},
+    ("prompt_attention", "q"): {"longer"},
+    ("prompt_attention", "block_table"): {"wider"},
     ("rms_norm_linear", "x"): {"longer", "deeper"},
     ("rms_norm_swiglu", "x"): {"longer", "deeper"},
     ("prefill_attention", "q"): {"longer"},  # rows beyond the last sequence
@@ -78,6 +80,7 @@ PARTNERS = {
     ("linear", "weight"): "bias",
     ("linear_add_", "x"): "weight",
     ("penalize_logits_", "bias_ids"): "bias_values",
+    ("prompt_attention", "k_cache"): "v_cache",
     ("prefill_attention", "k_cache"): "v_cache",
     ("prefill_attention", "seq_lens"): "block_table",
     ("qk_norm_rope_cache_", "k_cache"): "v_cache",

@@ -167,6 +167,8 @@ def large_cache(op: Operator) -> Args:
     dims = {"seq_lens": (33, 17, 80), "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
     if op.name == "prefill_attention":
         dims["query_lens"] = (33, 3, 80)
+    if op.name == "prompt_attention":
+        dims = {"num_tokens": 80, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
     args = list(copy_args(op.inputs(Make(torch.bfloat16), **dims), "cuda"))
     pages, *shape = args[1].shape
     room = LIMIT // (shape[0] * shape[1] * shape[2]) + 5
@@ -217,6 +219,7 @@ LARGE: dict[str, Callable[[Operator], Args]] = {
     "top_logprobs": many_rows(LIMIT // 152000 + 3, num_seqs=5, vocab_size=152000, k=5),
     "sample": wide_vocabulary,
     "prefill_attention": large_cache,
+    "prompt_attention": large_cache,
     "decode_attention": large_cache,
     "qk_norm_rope_cache_": large_slots,
 }

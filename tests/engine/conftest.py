@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rooflight import LLM
+from tests.engine.late import make_late
 from tests.engine.support import assert_idle, checkpoint
 
 Checkpoints = Callable[..., tuple[Path, Any]]
@@ -43,9 +44,19 @@ def shared_llm(checkpoints: Checkpoints) -> LLM:
     return LLM(str(folder), page_size=4, num_pages=512, max_model_len=600, max_num_batched_tokens=64)
 
 
+@pytest.fixture(autouse=True)
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How runners launch; `late.in_every_mode` runs a test in others than that of the CPU."""
+    chosen: tuple[int, int] = getattr(request, "param", (0, 1))
+    if chosen != (0, 1):
+        make_late(monkeypatch, *chosen)
+    return chosen
+
+
 @pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
+def llm(shared_llm: LLM, mode: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """A tiny Qwen3 with a tokenizer; at the end of each test it must be idle with all pages free."""
+    monkeypatch.setattr(shared_llm.engine.scheduler, "most_steps", mode[1])
     pool = shared_llm.engine.scheduler.pool
     pool.withdraw(range(pool.num_pages))  # no test finds the prompts of another in the prefix cache
     yield shared_llm

@@ -17,6 +17,7 @@ import torch
 from rooflight import LLM, AsyncEngine, Chunk, SamplingParams
 from rooflight.engine import EngineStopped
 from rooflight.engine.plan import StepPlan
+from tests.engine.late import in_every_mode
 from tests.engine.support import assert_idle, prompt_ids, tokens_alone
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -41,6 +42,7 @@ def idle(engine: AsyncEngine, seconds: float = 2.0) -> bool:
     return False
 
 
+@in_every_mode
 def test_streams_of_many_callers_give_the_tokens_of_solo_runs(llm: LLM) -> None:
     prompts = [prompt_ids(length, seed=length) for length in (1, 5, 30, 64, 65, 150)]
     alone = [tokens_alone(llm, prompt, PARAMS) for prompt in prompts]
@@ -87,6 +89,7 @@ def test_a_bad_request_is_refused_where_it_was_made(
     assert len(asyncio.run(engine.generate([[1, 2]], PARAMS))[0][0].token_ids) == 12
 
 
+@in_every_mode
 @pytest.mark.parametrize("leave", ["abort", "aclose", "context", "drop", "cancel", "engine"])
 def test_br_070_a_reader_that_leaves_frees_its_memory(engine: AsyncEngine, leave: str) -> None:
     async def read_and_leave() -> None:
@@ -152,6 +155,7 @@ def test_a_reader_whose_event_loop_is_gone_is_dropped(engine: AsyncEngine) -> No
     assert idle(engine)
 
 
+@in_every_mode
 def test_if_the_loop_dies_every_reader_hears_at_once(monkeypatch: pytest.MonkeyPatch, engine: AsyncEngine) -> None:
     run = engine.llm.engine.runner.run
 
@@ -181,6 +185,7 @@ def test_if_the_loop_dies_every_reader_hears_at_once(monkeypatch: pytest.MonkeyP
     assert_idle(engine.llm)
 
 
+@in_every_mode
 def test_closing_tells_readers_and_leaves_the_model_usable(llm: LLM) -> None:
     alone = tokens_alone(llm, [5, 6], PARAMS)
 
@@ -281,6 +286,7 @@ def test_if_even_the_end_fails_every_reader_hears(monkeypatch: pytest.MonkeyPatc
     asyncio.run(everybody())
 
 
+@in_every_mode
 def test_a_cancelled_generate_leaves_nothing_running(engine: AsyncEngine) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(engine.generate([[1], [2], [3]], LONG))

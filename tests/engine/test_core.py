@@ -9,11 +9,20 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rooflight import LLM, Chunk, SamplingParams
 from rooflight.engine.core import Engine
 from rooflight.engine.plan import StepPlan
+from tests.engine.late import in_every_mode
 from tests.engine.support import Script, assert_conserved, assert_idle, ids_of, play, prompt_ids, tokens_alone
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -40,13 +49,14 @@ def break_logits(monkeypatch: pytest.MonkeyPatch, llm: LLM, first_token: int, at
         logits = run(plan)
         for index, row in enumerate(r for r in plan.rows if r.samples):
             sequence = engine._requests[row.request_id].sequence
-            if sequence.tokens[0] == first_token and sequence.num_generated == at:
+            if sequence.tokens[0] == first_token and row.start + len(row.tokens) - sequence.num_prompt == at:
                 logits[index] = value
         return logits
 
     monkeypatch.setattr(engine.runner, "run", broken)
 
 
+@in_every_mode
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -66,6 +76,7 @@ def test_broken_logits_end_only_their_request(
     assert_idle(llm)
 
 
+@in_every_mode
 def test_one_nan_among_good_logits_is_an_error_too(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     run = llm.engine.runner.run
 
@@ -78,6 +89,7 @@ def test_one_nan_among_good_logits_is_an_error_too(monkeypatch: pytest.MonkeyPat
     assert [r.finish_reason for r in llm.generate([[1], [2]], PARAMS)] == ["error", "error"]
 
 
+@in_every_mode
 def test_an_error_delivers_the_text_that_was_held_back(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     completion, shown = play(monkeypatch, llm, [*ids_of("alpha", " beta"), None], max_tokens=9, stop="beta gamma")
     assert (completion.text, shown) == ("alpha beta", ["alpha", " ", "beta"])
@@ -95,6 +107,7 @@ def poisoned(shared_llm: LLM) -> Iterator[int]:
     shared_llm.decoder.embed[77] = row
 
 
+@in_every_mode
 @pytest.mark.parametrize("length", [5, 63, 64, 65, 150])
 def test_a_request_that_computes_nan_hurts_neither_neighbours_nor_successors(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, poisoned: int, length: int
@@ -119,6 +132,7 @@ def test_a_request_that_computes_nan_hurts_neither_neighbours_nor_successors(
     assert [tokens_alone(llm, prompt, PARAMS) for prompt in prompts[::-1]] == alone[::-1]  # in those very pages
 
 
+@in_every_mode
 def test_chunks_come_one_a_token_and_the_last_one_has_the_completion(llm: LLM) -> None:
     request_id = llm.engine.submit(prompt_ids(5), PARAMS)
     chunks = collect(llm.engine, 1)[request_id]
@@ -136,6 +150,7 @@ def test_steps_of_a_long_prompt_show_nothing(llm: LLM) -> None:
     assert list(llm.engine.step()) == []  # nothing left is no error
 
 
+@in_every_mode
 @pytest.mark.parametrize("steps", range(5))
 def test_abort_at_any_time_frees_everything_and_keeps_the_neighbour(llm: LLM, steps: int) -> None:
     prompts = [prompt_ids(70, seed=5), prompt_ids(9, seed=6)]
@@ -173,6 +188,7 @@ def test_abort_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, llm: LLM
     assert tuple(token for chunk in chunks[second] for token in chunk.token_ids) == alone
 
 
+@in_every_mode
 def test_abort_of_the_only_request_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     request_id = llm.engine.submit([1, 2], PARAMS)
     run = llm.engine.runner.run
@@ -224,6 +240,7 @@ def test_a_prompt_that_cannot_run_is_refused(llm: LLM, prompt: list[int], params
         llm.engine.submit(prompt, SamplingParams(**params))
 
 
+@in_every_mode
 def test_br_063_a_request_too_large_for_the_pool_is_refused_and_the_small_one_finishes() -> None:
     llm = LLM("random:tiny", num_pages=2)
     exact = llm.engine.submit([5] * 25, SamplingParams(max_tokens=8))  # 32 tokens in the cache: the whole pool
@@ -293,5 +310,7 @@ class Histories(RuleBasedStateMachine):
             assert_idle(self.llm)
 
 
-Histories.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
-TestHistories = Histories.TestCase
+@in_every_mode
+def test_histories(mode: tuple[int, int]) -> None:
+    options = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
+    run_state_machine_as_test(Histories, settings=options)

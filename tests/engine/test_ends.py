@@ -11,8 +11,11 @@ import pytest
 
 from rooflight import LLM, SamplingParams
 from tests.engine.conftest import Checkpoints
+from tests.engine.late import in_every_mode
 from tests.engine.support import Script, assert_idle, ids_of, play, write_tokenizer
 from tests.models import tiny
+
+pytestmark = in_every_mode
 
 A, B, C, D = ids_of("<a>", "<b>", "<c>", "<d>")
 Q = ids_of("q")[0]  # an ordinary token that the generation config calls an end
@@ -30,7 +33,8 @@ def ends_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture
-def ends(ends_llm: LLM) -> Iterator[LLM]:
+def ends(ends_llm: LLM, mode: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(ends_llm.engine.scheduler, "most_steps", mode[1])
     yield ends_llm
     assert_idle(ends_llm)
 

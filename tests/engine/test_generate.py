@@ -12,6 +12,7 @@ import torch
 from rooflight import LLM, SamplingParams
 from rooflight.models.decoder import Linear
 from tests.engine.conftest import Checkpoints
+from tests.engine.late import in_every_mode
 from tests.engine.support import assert_idle, prompt_ids, reference_tokens, tokens_alone, write_tokenizer
 from tests.models import tiny
 
@@ -108,6 +109,7 @@ def test_page_size_changes_nothing(
     assert generate(llm, PROMPTS) == [expected[length] for length in LENGTHS]
 
 
+@in_every_mode
 def test_br_013_a_batch_of_mixed_lengths_equals_solo_runs(
     checkpoints: Checkpoints, expected: dict[int, tuple[int, ...]]
 ) -> None:
@@ -131,6 +133,7 @@ def test_br_009_junk_in_unused_slots_never_shows(
     assert generate(llm, prompts) == [expected[length] for length in lengths]
 
 
+@in_every_mode
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 32])
 def test_br_009_a_fresh_nan_pool_at_page_borders(checkpoints: Checkpoints, length: int) -> None:
     folder, model = checkpoints("qwen3")
@@ -145,6 +148,7 @@ def test_br_009_a_fresh_nan_pool_at_page_borders(checkpoints: Checkpoints, lengt
     assert torch.equal(written, in_slots.view(-1, 1, 16, 1).expand_as(written))
 
 
+@in_every_mode
 @pytest.mark.parametrize("num_pages", [33, 40, 66])
 def test_batches_follow_one_another_when_the_pool_is_too_small_for_all(
     checkpoints: Checkpoints, expected: dict[int, tuple[int, ...]], num_pages: int
@@ -153,6 +157,7 @@ def test_batches_follow_one_another_when_the_pool_is_too_small_for_all(
     assert generate(llm, PROMPTS) == [expected[length] for length in LENGTHS]
 
 
+@in_every_mode
 def test_fewer_sequences_at_a_time_change_nothing(
     checkpoints: Checkpoints, expected: dict[int, tuple[int, ...]]
 ) -> None:
@@ -160,6 +165,7 @@ def test_fewer_sequences_at_a_time_change_nothing(
     assert generate(llm, PROMPTS) == [expected[length] for length in LENGTHS]
 
 
+@in_every_mode
 def test_requests_of_one_batch_may_end_at_different_lengths(llm: LLM) -> None:
     long = tokens_alone(llm, prompt_ids(20), SamplingParams(max_tokens=30))
     counts = [5, 30, 1, 0, 12]
@@ -171,6 +177,7 @@ def test_requests_of_one_batch_may_end_at_different_lengths(llm: LLM) -> None:
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, seed=42)
 
 
+@in_every_mode
 def test_br_059_a_seed_gives_the_same_tokens_whoever_shares_the_batch(llm: LLM) -> None:
     prompt = prompt_ids(20)
     alone = tokens_alone(llm, prompt, SAMPLED)
@@ -184,6 +191,7 @@ def test_br_059_a_seed_gives_the_same_tokens_whoever_shares_the_batch(llm: LLM) 
         assert last[1].token_ids != alone
 
 
+@in_every_mode
 def test_a_seed_gives_the_same_tokens_in_another_engine_chunk_and_page_size(checkpoints: Checkpoints) -> None:
     prompt = prompt_ids(40)
     runs = [
@@ -218,6 +226,7 @@ def test_ways_to_be_greedy(llm: LLM, filters: dict[str, Any]) -> None:
     assert tokens_alone(llm, prompt_ids(20), SamplingParams(max_tokens=16, **filters)) == greedy
 
 
+@in_every_mode
 def test_br_055_every_filter_in_one_batch_beside_greedy_rows(checkpoints: Checkpoints) -> None:
     """top_k, top_p and min_p at and beyond their ends, an odd vocabulary, greedy and sampled rows together."""
     vocab_size = 40_001

@@ -94,6 +94,8 @@ def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, ahead: LLM, ru
         prompts, options = mixed()
         expected = [c.token_ids for c in plain.generate(prompts, options)]
         assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+        runner._prompt_buckets = []  # then sequences that decode beside prompts have attention of their own
+        assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
         assert_idle(ahead)
     finally:
         ahead.engine, ahead.decoder.recipe = old, Recipe(projections=True)
@@ -103,6 +105,21 @@ def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, ahead: LLM, ru
 def test_steps_of_a_launch_are_a_power_of_two(folder: Path, most_steps: Any) -> None:
     with pytest.raises(ValueError, match=r"^most_steps must be a "):
         LLM(str(folder), device="cpu", most_steps=most_steps)
+
+
+def test_decoding_rows_beside_prompts(plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too large for a graph: sequences that decode are put behind the prompts, and their tokens find back."""
+    llm = build(folder, device="cpu")
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    monkeypatch.setattr(runner, "_prompt_buckets", [])
+    seen: list[int] = []
+    step = runner._long_prompts.step
+    monkeypatch.setattr(runner._long_prompts, "step", lambda *a, **k: (seen.append(k["decodes"]), step(*a, **k)))
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert max(seen) > 1
 
 
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:

@@ -16,6 +16,7 @@ import rooflight
 from rooflight import LLM, Chunk, SamplingParams
 from rooflight.engine.llm import Prompt
 from rooflight.engine.plan import StepPlan
+from tests.engine.late import in_every_mode
 from tests.engine.support import (
     SPECIALS,
     Script,
@@ -187,6 +188,7 @@ def test_text_for_a_model_without_a_tokenizer_is_refused() -> None:
 # Streams ----------------------------------------------------------------------------------------------------------
 
 
+@in_every_mode
 @pytest.mark.parametrize("taken", [0, 1, 5, 12])
 def test_closing_a_stream_early_frees_its_pages(llm: LLM, taken: int) -> None:
     chunks = llm.stream(prompt_ids(70), PARAMS)
@@ -200,6 +202,7 @@ def test_closing_a_stream_early_frees_its_pages(llm: LLM, taken: int) -> None:
     assert len(tokens_alone(llm, prompt_ids(70), PARAMS)) == 12
 
 
+@in_every_mode
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_dropping_a_stream_frees_its_pages(llm: LLM, taken: int) -> None:
     chunks = llm.stream(prompt_ids(70), PARAMS)
@@ -220,6 +223,7 @@ def test_br_070_streams_that_are_left_two_hundred_times_leave_nothing(llm: LLM) 
     assert_idle(llm)
 
 
+@in_every_mode
 def test_a_consumer_that_raises_frees_the_pages(llm: LLM) -> None:
     def consume() -> None:
         for number, _ in enumerate(llm.stream(prompt_ids(70), PARAMS)):
@@ -232,6 +236,7 @@ def test_a_consumer_that_raises_frees_the_pages(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@in_every_mode
 def test_a_runner_that_raises_ends_the_call_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     alone = tokens_alone(llm, [1, 2, 3], PARAMS)
     run, calls = llm.engine.runner.run, 0
@@ -263,6 +268,7 @@ def alone(llm: LLM) -> dict[int, tuple[int, ...]]:
     return {length: tokens_alone(llm, prompt_ids(length), PARAMS) for length in (3, 17, 70)}
 
 
+@in_every_mode
 def test_two_streams_read_in_turns(llm: LLM, alone: dict[int, tuple[int, ...]]) -> None:
     first, second = llm.stream(prompt_ids(3), PARAMS), llm.stream(prompt_ids(70), PARAMS)
     pairs = list(zip(first, second, strict=True))
@@ -273,6 +279,7 @@ def test_two_streams_read_in_turns(llm: LLM, alone: dict[int, tuple[int, ...]]) 
     assert (pairs[-1][0].completion.token_ids, pairs[-1][1].completion.token_ids) == (alone[3], alone[70])
 
 
+@in_every_mode
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_streams_read_one_after_the_other(llm: LLM, alone: dict[int, tuple[int, ...]], order: tuple[int, ...]) -> None:
     """Whoever is read drives the others along; their chunks wait for them."""
@@ -284,6 +291,15 @@ def test_streams_read_one_after_the_other(llm: LLM, alone: dict[int, tuple[int, 
     assert [tokens[index] for index in range(3)] == list(alone.values())
 
 
+@in_every_mode
+def test_a_stream_ends_between_two_chunks_of_another(llm: LLM, alone: dict[int, tuple[int, ...]]) -> None:
+    long, short = llm.stream(prompt_ids(3), PARAMS), llm.stream(prompt_ids(17), SamplingParams(max_tokens=1))
+    head = [next(long)]
+    assert tokens_of(short) == alone[17][:1]
+    assert tokens_of(head) + tokens_of(long) == alone[3]
+
+
+@in_every_mode
 def test_generate_while_a_stream_is_open(llm: LLM, alone: dict[int, tuple[int, ...]]) -> None:
     chunks = llm.stream(prompt_ids(70), PARAMS)
     head = [next(chunks), next(chunks)]
@@ -309,6 +325,7 @@ def test_a_stream_whose_request_was_aborted_raises_and_does_not_wait_for_ever(ll
         next(chunks)
 
 
+@in_every_mode
 def test_streams_that_do_not_fit_together_are_served_in_order(alone: dict[int, tuple[int, ...]], llm: LLM) -> None:
     small = LLM(str(_folder(llm)), page_size=4, num_pages=24, max_model_len=90)
     streams = [small.stream(prompt_ids(length), PARAMS) for length in (70, 3, 17)]

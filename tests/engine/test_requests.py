@@ -10,6 +10,7 @@ import torch
 from rooflight import LLM, Chunk, Completion, SamplingParams
 from rooflight.engine.metrics import Percentiles
 from rooflight.engine.plan import StepPlan
+from tests.engine.late import in_every_mode
 from tests.engine.support import Script, assert_idle, ids_of, prompt_ids, tokens_alone
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -30,6 +31,7 @@ def run(llm: LLM, *requests: int) -> dict[int, list[Chunk]]:
     raise AssertionError("the engine does not come to an end")
 
 
+@in_every_mode
 def test_n_answers_share_the_pages_of_their_prompt(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=4)
     results = llm.generate([prompt_ids(41, seed=1), [7]], params)
@@ -43,6 +45,7 @@ def test_n_answers_share_the_pages_of_their_prompt(llm: LLM) -> None:
     )
 
 
+@in_every_mode
 def test_n_answers_come_as_one_stream(llm: LLM) -> None:
     chunks = list(llm.stream([1, 2, 3], SamplingParams(max_tokens=3, temperature=1.0, seed=5, n=3)))
     assert sorted(chunk.index for chunk in chunks) == [0] * 3 + [1] * 3 + [2] * 3
@@ -53,11 +56,13 @@ def test_n_answers_come_as_one_stream(llm: LLM) -> None:
         assert tuple(tokens) == end.token_ids
 
 
+@in_every_mode
 def test_greedy_answers_are_all_the_same_and_end_alone(llm: LLM) -> None:
     alone = tokens_alone(llm, [3, 4], PARAMS)
     assert [c.token_ids for c in llm.generate([[3, 4]], SamplingParams(max_tokens=12, n=3))] == [alone] * 3
 
 
+@in_every_mode
 @pytest.mark.parametrize("steps", range(6))
 def test_abort_drops_all_answers_of_a_prompt_also_those_that_have_not_begun(llm: LLM, steps: int) -> None:
     request = llm.engine.submit(prompt_ids(100), SamplingParams(max_tokens=50, n=3))
@@ -83,6 +88,7 @@ def reference_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), -1)
 
 
+@in_every_mode
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
 def test_log_probabilities_of_prompt_and_answer_are_the_models(llm: LLM, checkpoints: Any, length: int) -> None:
     _, model = checkpoints("qwen3", max_position_embeddings=1024)
@@ -115,6 +121,7 @@ def test_log_probabilities_of_a_prompt_need_no_answer_and_take_nothing_from_the_
     assert all(report is not None and report.top == () for report in completion.prompt_logprobs[1:])
 
 
+@in_every_mode
 def test_neighbours_of_one_that_reads_its_prompt_are_not_disturbed(llm: LLM) -> None:
     prompts = [prompt_ids(20, seed=1), prompt_ids(170, seed=2), prompt_ids(33, seed=3)]
     alone = [tokens_alone(llm, prompt, PARAMS) for prompt in prompts]
@@ -122,6 +129,7 @@ def test_neighbours_of_one_that_reads_its_prompt_are_not_disturbed(llm: LLM) -> 
     assert [c.token_ids for c in llm.generate(prompts, [PARAMS, reading, PARAMS])] == alone
 
 
+@in_every_mode
 def test_chunks_carry_the_log_probabilities_of_their_tokens(llm: LLM) -> None:
     chunks = list(llm.stream([5, 6], SamplingParams(max_tokens=4, logprobs=1)))
     for chunk in chunks:
@@ -131,6 +139,7 @@ def test_chunks_carry_the_log_probabilities_of_their_tokens(llm: LLM) -> None:
     assert all(chunk.logprobs is None for chunk in llm.stream([5, 6], PARAMS))
 
 
+@in_every_mode
 @pytest.mark.parametrize("at", [1, 3, 12])
 def test_a_callback_that_raises_ends_its_request_and_no_other(llm: LLM, at: int) -> None:
     prompts = [prompt_ids(9, seed=6), prompt_ids(9, seed=7)]
@@ -172,6 +181,7 @@ def test_a_callback_may_abort_its_own_request_and_others(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@in_every_mode
 def test_a_tokenizer_that_raises_ends_only_its_request(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     alone = tokens_alone(llm, [8], PARAMS)
     bad, good = llm.engine.submit([7], PARAMS), llm.engine.submit([8], PARAMS)
@@ -196,6 +206,7 @@ def test_a_bias_beyond_the_vocabulary_is_refused_and_reaches_nobody(llm: LLM) ->
     assert completion.token_ids == (999, 999, 999)
 
 
+@in_every_mode
 def test_br_059_seeds_survive_preemption(llm: LLM, checkpoints: Any) -> None:
     folder, _ = checkpoints("qwen3", max_position_embeddings=1024)
     prompts = [prompt_ids(length, seed=length) for length in (15, 16, 17, 30)]
@@ -223,6 +234,7 @@ def test_a_progress_that_raises_frees_everything(llm: LLM) -> None:
         llm.generate([[1], prompt_ids(80)], [SamplingParams(max_tokens=1), PARAMS], progress=stop)
 
 
+@in_every_mode
 def test_metrics_count_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("random:tiny", num_pages=8, page_size=4)
     line = ids_of("abcdefgh")
@@ -246,6 +258,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert Percentiles.of([float(i) for i in range(101)][::-1]) == Percentiles(50.0, 90.0, 99.0, 101)
 
 
+@in_every_mode
 @pytest.mark.parametrize("many", [3, 5])
 def test_br_068_one_of_the_requests_owns_the_very_last_slot(llm: LLM, checkpoints: Any, many: int) -> None:
     """A pool full of NaN, whose last slot is written and read like any other."""
@@ -260,6 +273,7 @@ def test_br_068_one_of_the_requests_owns_the_very_last_slot(llm: LLM, checkpoint
     assert cache.isfinite().all()
 
 
+@in_every_mode
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_br_065_a_prompt_that_is_cached_as_a_whole(llm: LLM, checkpoints: Any, length: int, at_once: bool) -> None:
@@ -276,6 +290,7 @@ def test_br_065_a_prompt_that_is_cached_as_a_whole(llm: LLM, checkpoints: Any, l
     assert second.cached_tokens == (0 if at_once else (length - 1) // 16 * 16)
 
 
+@in_every_mode
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("length", [15, 16, 17])
 def test_br_064_four_that_outgrow_the_pool_lose_no_token(
@@ -291,6 +306,7 @@ def test_br_064_four_that_outgrow_the_pool_lose_no_token(
     assert_idle(small)
 
 
+@in_every_mode
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_every_answer_gets_the_log_probabilities_of_the_whole_prompt(prefix_cache: bool, max_tokens: int) -> None:
@@ -322,6 +338,7 @@ def test_many_that_read_their_prompts_share_the_logits_of_a_step(monkeypatch: py
     assert 100 < most <= 256 + 20
 
 
+@in_every_mode
 def test_an_empty_request_is_not_lost_when_the_model_raises(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     empty, other = llm.stream([1], SamplingParams(max_tokens=0)), llm.stream([2], PARAMS)
     run, calls = llm.engine.runner.run, 0
@@ -339,6 +356,7 @@ def test_an_empty_request_is_not_lost_when_the_model_raises(monkeypatch: pytest.
     assert [chunk.finish_reason for chunk in empty] == ["length"]
 
 
+@in_every_mode
 @pytest.mark.parametrize("before_the_end", [0, 1, 3])
 def test_an_interrupt_in_a_callback_loses_nothing_of_the_neighbours(llm: LLM, before_the_end: int) -> None:
     alone = [tokens_alone(llm, [token], PARAMS) for token in (5, 6, 7)]
@@ -373,6 +391,7 @@ def test_an_interrupt_in_a_callback_loses_nothing_of_the_neighbours(llm: LLM, be
         assert last_of(chunks[requests[1]]).token_ids == alone[1]
 
 
+@in_every_mode
 def test_a_callback_must_not_run_the_engine(llm: LLM) -> None:
     alone = [tokens_alone(llm, [token], PARAMS) for token in (5, 6)]
     bad = llm.engine.submit([5], PARAMS, lambda chunk: llm.generate([[9]], PARAMS))
@@ -386,6 +405,7 @@ def test_a_callback_must_not_run_the_engine(llm: LLM) -> None:
     assert last_of(chunks[good]).token_ids == alone[1]
 
 
+@in_every_mode
 def test_a_callback_may_abort_all_answers_to_its_prompt_also_for_no_tokens(llm: LLM) -> None:
     for max_tokens in (0, 3):
         requests: list[int] = []
@@ -396,6 +416,7 @@ def test_a_callback_may_abort_all_answers_to_its_prompt_also_for_no_tokens(llm: 
         assert_idle(llm)
 
 
+@in_every_mode
 def test_the_collector_may_drop_a_stream_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     alone = tokens_alone(llm, [6], PARAMS)
     forever = llm.stream([5], SamplingParams(max_tokens=500))
@@ -413,6 +434,7 @@ def test_the_collector_may_drop_a_stream_in_the_middle_of_a_step(monkeypatch: py
     assert_idle(llm)
 
 
+@in_every_mode
 def test_a_callback_that_raises_leaves_shared_prefixes_alone(llm: LLM) -> None:
     prompt = prompt_ids(41, seed=4)
     llm.generate([prompt], PARAMS)

@@ -283,16 +283,17 @@ MACHINES = [machine(pages, *mode) for mode in MODES for pages in (3, 8, 60)]
 
 @pytest.mark.parametrize("histories", MACHINES)
 def test_short_histories(histories: type[Histories]) -> None:
-    run_state_machine_as_test(histories, settings=settings(max_examples=100, stateful_step_count=40))
+    examples = 100 if histories in MACHINES[:3] else 30
+    run_state_machine_as_test(histories, settings=settings(max_examples=examples, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("histories", MACHINES)
-def test_ten_thousand_random_steps(histories: type[Histories]) -> None:
+def test_thousands_of_random_steps(histories: type[Histories]) -> None:
     """Hypothesis makes short histories, which it can shrink; these are long, so that much happens in them."""
-    counts = histories.counts
+    counts, many = histories.counts, 10_000 if histories in MACHINES[:3] else 5_000
     counts.clear()
     seed = 0
-    while counts["steps"] < 10_000:
+    while counts["steps"] < many:
         draw = random.Random(seed)
         machine = histories()
         machine.start(draw.randint(1, 5), draw.randint(1, 6), draw.randint(1, 16), prefix_cache=seed % 4 > 0)
@@ -305,17 +306,16 @@ def test_ten_thousand_random_steps(histories: type[Histories]) -> None:
         finally:
             machine.patch.undo()
         seed += 1
-    print(dict(counts))
-    assert counts["hits"] > 300
-    assert min(counts[what] for what in ("ended", "failed", "cancelled in a step")) > 100
+    assert counts["hits"] > 0.03 * many
+    assert min(counts[what] for what in ("ended", "failed", "cancelled in a step")) > 0.01 * many
     if histories.num_pages < 10:
-        assert counts["stopped"] > 100
-        assert counts["resumed from the cache"] > 40
+        assert counts["stopped"] > 0.01 * many
+        assert counts["resumed from the cache"] > 0.004 * many
     if histories.ahead:
-        assert min(counts["ahead"], counts["landed for nobody"]) > 300
+        assert min(counts["ahead"], counts["landed for nobody"]) > 0.03 * many
     if histories.most_steps > 1:
-        assert counts["several steps"] > 300
-        assert counts["cut"] > 30
+        assert counts["several steps"] > 0.03 * many
+        assert counts["cut"] > 0.005 * many
 
 
 MOVES = {"submit": 6, "step": 12, "launch": 3, "land": 3, "cancel in a step": 1, "cancel": 1, "plan": 2, "recall": 0.2}

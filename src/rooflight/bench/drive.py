@@ -91,7 +91,7 @@ def drive(
     coming, unfinished = deque(served), dict[int, Served]()
     scheduler = engine.scheduler
     pool, preemptions = scheduler.pool, scheduler.preemptions
-    steps = peak = 0
+    steps, peak = engine.metrics().steps, 0
     busy, now, begin = 0.0, 0.0, clock()
     while coming or unfinished:
         while coming and coming[0].ask.arrival <= now and (most_open is None or len(unfinished) < most_open):
@@ -105,7 +105,6 @@ def drive(
         chunks = list(engine.step())
         now = clock() - begin
         busy += now - before
-        steps += 1
         peak = max(peak, pool.num_pages - pool.free)
         for request_id, chunk in chunks:
             each = unfinished[request_id]
@@ -115,6 +114,7 @@ def drive(
                 _check(each, chunk.completion.error)
                 del unfinished[request_id]
                 ended()
+    steps = engine.metrics().steps - steps
     return Round(now, busy, steps, scheduler.preemptions - preemptions, peak, tuple(served))
 
 

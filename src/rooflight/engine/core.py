@@ -43,6 +43,7 @@ class Engine:
         self._groups: dict[int, list[Request]] = {}  # by the id that the caller knows, until all of one have ended
         self._empty: list[Request] = []  # for no tokens: nothing of them runs
         self._launches: deque[tuple[StepPlan, list[Sequence], Launch]] = deque()  # in flight, the oldest first
+        self._failure: Exception | None = None  # of a launch behind those in flight, to be raised when they have landed
         # A step that is interrupted, by Ctrl-C say, leaves what it had not delivered to the next one.
         self._due: deque[tuple[Request, TokenLogprobs | None, float]] = deque()
         self._chunks: list[tuple[int, Chunk]] = []
@@ -167,17 +168,20 @@ class Engine:
 
     def _launch(self) -> None:
         """One launch, and as many more as the runner may have in flight."""
-        while len(self._launches) <= self.runner.ahead:
+        if self._failure is not None and not self._launches:
+            raise self._failure
+        while len(self._launches) <= self.runner.ahead and self._failure is None:
             plan = self.scheduler.plan()
             if plan is None:
                 break
             sampling = [self._requests[row.request_id].sequence for row in plan.rows if row.samples]
             try:
                 launch = self.runner.launch(plan, sampling)
-            except Exception:
+            except Exception as error:
                 if not self._launches:
                     raise
-                break  # what is in flight comes first: this is tried again behind it, and then raises
+                self._failure = error  # what is in flight lands first: it may do so in spite of this
+                break
             self.scheduler.launched(plan)
             self._launches.append((plan, sampling, launch))
 
@@ -197,9 +201,10 @@ class Engine:
         self._due.extend((request, reported[request.id], now) for request, count in gains for _ in range(count))
 
     def _recall(self) -> None:
-        """Forget what is in flight."""
+        """Forget what is in flight, and what went wrong behind it."""
         self.scheduler.recall()
         self._launches.clear()
+        self._failure = None
 
     def _read_prompts(self, plan: StepPlan, launch: Launch) -> None:
         """Take down log-probabilities of prompts."""

@@ -22,7 +22,7 @@ import torch
 
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.launch import Landed, Launch
-from rooflight.engine.plan import StepPlan
+from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch
@@ -33,19 +33,22 @@ from rooflight.models.recipe import Recipe
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 8  # of a captured prompt step: as many rows as the head's kernel takes at the price of one
+LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
 
 class InFlight:
-    """A launch whose tokens arrive. gets: for each row that samples, how many."""
+    """A launch whose tokens arrive. gets: for each row that samples, how many; columns: where they are."""
 
     prompt_logits: Many[torch.Tensor] = ()
 
-    def __init__(self, arrival: Arrival, gets: list[int]) -> None:
+    def __init__(self, arrival: Arrival, gets: list[int], columns: list[int] | None = None) -> None:
         self._arrival, self._gets = arrival, gets
+        self._columns = list(range(len(gets))) if columns is None else columns
 
     def land(self) -> Landed:
         tokens = self._arrival.wait()
-        return [tokens[:many, row].tolist() for row, many in enumerate(self._gets)], [None] * len(self._gets)
+        given = [tokens[:many, column].tolist() for many, column in zip(self._gets, self._columns, strict=True)]
+        return given, [None] * len(given)
 
 
 class GraphRunner(Runner):
@@ -86,11 +89,10 @@ class GraphRunner(Runner):
     def launch(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
         if plan.needs_host:
             return self._with_host(plan, sampling)
-        gets = [plan.gets(row) for row in plan.rows if row.samples]
         with torch.inference_mode():
-            return InFlight(
-                self._ask_decode(plan, sampling) if plan.is_decode else self._ask_prompts(plan, sampling), gets
-            )
+            if plan.is_decode:
+                return InFlight(self._ask_decode(plan, sampling), [plan.gets(row) for row in plan.rows])
+            return self._ask_prompts(plan, sampling)
 
     def _with_host(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
         launch = super().launch(plan, sampling)
@@ -109,18 +111,26 @@ class GraphRunner(Runner):
             out[first : first + many].copy_(batch.history[:many], non_blocking=True)
         return batch.down.end()
 
-    def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        captured = tokens <= (self._prompt_buckets or [0])[-1] and len(plan.rows) <= PROMPT_ROWS
+    def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> InFlight:
+        tokens, decodes = sum(len(row.tokens) for row in plan.rows), 0
+        # Prompts before sequences that decode: behind them these can have attention of their own.
+        order = sorted(range(len(plan.rows)), key=lambda index: _decodes(plan.rows[index]))
+        rows = [plan.rows[index] for index in order]
+        owners = iter(sampling)
+        drawing = {index: next(owners) for index, row in enumerate(plan.rows) if row.samples}
+        captured = tokens <= (self._prompt_buckets or [0])[-1] and len(rows) <= PROMPT_ROWS
         batch = self._prompts[_fitting(self._prompt_buckets, tokens)] if captured else self._long_prompts
-        size = batch.write(plan.rows, sampling)
+        size = batch.write(rows, [drawing[index] for index in order if index in drawing])
         if captured:
             size = batch.tokens, batch.rows, batch.rows
             self._replay(("prompt", *size[:2]), partial(batch.step, *size))
         else:
-            batch.step(*size)
+            decodes = sum(map(_decodes, rows))
+            whole = len(rows) == 1 and rows[0].start == 0 and tokens >= LONG_PROMPT
+            batch.step(*size, whole_prompt=whole, decodes=decodes)
         batch.down.begin().copy_(batch.drawn, non_blocking=True)
-        return batch.down.end()
+        drawn = {index: column for column, index in enumerate(index for index in order if index in drawing)}
+        return InFlight(batch.down.end(), [1] * len(drawing), [drawn[index] for index in drawing])
 
     def _replay(self, key: tuple[str, int, int], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
@@ -164,6 +174,10 @@ class GraphRunner(Runner):
 def buckets(most: int) -> list[int]:
     """Numbers of rows that have graphs: powers of two, and the most there may be."""
     return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+
+def _decodes(row: Row) -> bool:
+    return row.start > 0 and len(row.tokens) == 1
 
 
 def _fitting(sizes: Many[int], size: int) -> int:

@@ -80,7 +80,7 @@ class Ledger:
             sequence = running.get(row.request_id)
             if sequence is not None:
                 gets = plan.gets(row)
-                sequence.num_computed = row.start + len(row.tokens) + max(gets - 1, 0)
+                sequence.num_computed = row.start + len(row.tokens) + (gets - 1 if gets else 0)
                 sequence.pending += gets
 
     def landed(self, plan: StepPlan, tokens: Iterable[Many[int]]) -> list[tuple[Sequence, int]]:
@@ -98,7 +98,7 @@ class Ledger:
             kept = _until_end(new, sequence.end_ids)
             sequence.tokens += kept
             sequence.pending -= plan.gets(row)
-            computed = row.start + len(row.tokens) + max(len(kept) - 1, 0)
+            computed = row.start + len(row.tokens) + (len(kept) - 1 if kept else 0)
             if self.prefix_cache and computed // self.page_size > sequence.num_published:
                 self._publish(sequence, computed)
             if row.samples:

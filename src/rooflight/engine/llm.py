@@ -214,7 +214,8 @@ class LLM:
             for owner, chunk in self.engine.step():
                 if owner in self._inboxes:
                     self._inboxes[owner].append(chunk)
-                    ready.append(owner)
+                    if owner in unfinished:  # another's inbox may be gone when its turn would come
+                        ready.append(owner)
         for owner in dict.fromkeys(ready):
             inbox = self._inboxes[owner]
             while inbox and owner in unfinished:

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """steps: decode steps of the launch, each with the tokens that the one before gave; 1 if a row has a prompt.
+    """steps: decode steps of the launch, each with the tokens that the one before gave; all rows sample if it has more.
 
     needs_host: a row's next token is made with the host's help, or it gives prompt_logprobs. Such a launch is alone:
     nothing is in flight beside it.
@@ -52,4 +52,6 @@ class StepPlan:
 
     def gets(self, row: Row) -> int:
         """Tokens that the launch gives one of its rows."""
-        return min(self.steps, max(row.limit - row.start, 1)) if row.samples else 0
+        if self.steps == 1:
+            return int(row.samples)
+        return min(self.steps, max(row.limit - row.start, 1))

@@ -67,7 +67,8 @@ class Scheduler(Ledger):
         while index < len(self.running):
             sequence = self.running[index]
             # By one: chunks of prompts have their pages.
-            if sequence.num_tokens > len(sequence.pages) * size and not sequence.ends_in_flight:
+            tokens = len(sequence.tokens) + sequence.pending
+            if tokens > len(sequence.pages) * size and not sequence.ends_in_flight:
                 if pool.free == 0 and self.in_flight:
                     return False
                 while pool.free == 0 and self.running[-1] is not sequence:
@@ -148,7 +149,7 @@ class Scheduler(Ledger):
             start,
             tuple(sequence.tokens[start:end]) or (UNKNOWN,),
             tuple(sequence.pages[: self.pages_for(end if steps == 1 else min(start + steps, limit))]),
-            end == sequence.num_tokens,
+            end == len(sequence.tokens) + sequence.pending,
             sequence.reads_prompt,
             sequence.place,
             limit,
@@ -157,10 +158,10 @@ class Scheduler(Ledger):
 
 def _left(sequence: Sequence) -> int:
     """Tokens that it would run in a step with room for everything; none if what is in flight ends it."""
-    if sequence.ends_in_flight:
+    if sequence.pending and sequence.ends_in_flight:
         return 0
-    left = sequence.num_tokens - sequence.num_computed
-    return min(left, EVERY_LOGIT) if sequence.reads_prompt else left
+    left = len(sequence.tokens) + sequence.pending - sequence.num_computed
+    return min(left, EVERY_LOGIT) if left > 1 and sequence.reads_prompt else left
 
 
 def _chunks(wanted: Many[int], room: int) -> list[int]:

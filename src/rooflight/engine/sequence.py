@@ -62,4 +62,7 @@ class Sequence:
     def needs_host(self) -> bool:
         """Whether the host takes part in its next token: it must know the tokens before, or look at the logits."""
         params = self.params
-        return params.needs_host or self.num_tokens - self.num_prompt < params.min_tokens or self.reads_prompt
+        if params.needs_host:
+            return True
+        generated = len(self.tokens) + self.pending - self.num_prompt
+        return generated < params.min_tokens or (generated == 0 and params.prompt_logprobs is not None)

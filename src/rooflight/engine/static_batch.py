@@ -159,12 +159,19 @@ class PromptBatch:
         self.upload.send()
         return total, count, len(sampling)
 
-    def step(self, tokens: int, rows: int, sampling: int) -> None:
-        """Run so many tokens of so many rows: all that there is room for in a graph, those that are there outside."""
+    def step(self, tokens: int, rows: int, sampling: int, whole_prompt: bool = False, decodes: int = 0) -> None:
+        """Run so many tokens of so many rows: all that there is room for in a graph, those that are there outside.
+
+        decodes: how many of the rows, the last ones, have one token each that goes through decode attention.
+        """
         model, given = self.model, self.upload.device
         ids = model.known(given["ids"][:tokens], given["owners"][:tokens])
-        starts, lengths = given["query_starts"][: rows + 1], given["seq_lens"][:rows]
-        meta = ops.AttentionMeta(given["table"][:rows], lengths, starts, tokens, model.max_model_len)
+        starts, lengths, table = given["query_starts"][: rows + 1], given["seq_lens"][:rows], given["table"][:rows]
+        prompts, longest, other = rows - decodes, model.max_model_len, None
+        if decodes:
+            other = ops.AttentionMeta(table[prompts:], lengths[prompts:], lengths[prompts:], 1, longest)
+        own = table[:prompts], lengths[:prompts], starts[: prompts + 1]
+        meta = ops.AttentionMeta(*own, tokens, longest, whole_prompt, other)
         positions, slots = given["positions"][:tokens], given["slots"][:tokens]
         hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
         if sampling:

@@ -20,7 +20,6 @@ the host, so the same code runs eagerly, inside a CUDA graph and under fake tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import nn
 from rooflight import ops
 from rooflight.models.communicator import Communicator, SingleRank
 from rooflight.models.config import ModelConfig
-from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache
+from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache, with_parts
 from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
 
@@ -225,9 +224,7 @@ class Decoder(nn.Module):
         eps = self.config.rms_norm_eps
         residual = self.communicator.all_reduce(ops.embedding(ids, self.embed))  # (tokens, hidden_size)
         recipe = self.recipe
-        if not recipe.split:
-            meta = replace(meta, splits=1)
-        rest = slots, meta, decode, recipe
+        rest = slots, with_parts(meta, recipe), decode, recipe
         if recipe.projections:
             for layer, cache in zip(self.layers, caches, strict=True):
                 layer.forward_fused(residual, positions, self.cos_sin, cache, *rest)  # type: ignore[operator]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,16 +59,34 @@ def norm_rope_cache(
     return q
 
 
+def with_parts(meta: ops.AttentionMeta, recipe: Recipe) -> ops.AttentionMeta:
+    """As it is, or with one part a sequence."""
+    if recipe.split:
+        return meta
+    decodes = None if meta.decodes is None else replace(meta.decodes, splits=1)
+    return replace(meta, splits=1, decodes=decodes)
+
+
 def attend(
     q: torch.Tensor, cache: KvCache, meta: ops.AttentionMeta, window: int, decode: bool, recipe: Recipe
 ) -> torch.Tensor:
-    """Attention of q (num_tokens, num_heads, head_dim); the result is contiguous, its heads in one dimension or two."""
-    if not decode:
+    """Attention of q (num_tokens, num_heads, head_dim); the result is contiguous."""
+    if decode:
+        return _decode(q, cache, meta, window, recipe)
+    if meta.whole_prompt and not window:
+        return ops.prompt_attention(q, *cache, meta.block_table)
+    if meta.decodes is None:
         return ops.prefill_attention(q, *cache, meta, window=window)
+    tokens = q.shape[0] - meta.decodes.seq_lens.shape[0]  # of prompts
+    prompts = ops.prefill_attention(q[:tokens], *cache, meta, window=window)
+    return torch.cat((prompts, _decode(q[tokens:], cache, meta.decodes, window, recipe)))
+
+
+def _decode(q: torch.Tensor, cache: KvCache, meta: ops.AttentionMeta, window: int, recipe: Recipe) -> torch.Tensor:
     if recipe.grouped:
         return ops.decode_attention(q, *cache, meta, window=window)
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = cache[0].shape[1]
     # Each call has one query head of every KV head, and reads all keys and values.
     heads = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim).unbind(2)
-    return torch.stack([ops.decode_attention(head, *cache, meta, window=window) for head in heads], 2)
+    return torch.stack([ops.decode_attention(head, *cache, meta, window=window) for head in heads], 2).flatten(1, 2)

@@ -14,6 +14,7 @@ from rooflight.ops.norm_backward import layer_norm_backward, rms_norm_backward
 from rooflight.ops.paged_attention import AttentionMeta
 from rooflight.ops.penalties import penalize_logits_
 from rooflight.ops.prefill_attention import prefill_attention, prefill_attention_lse
+from rooflight.ops.prompt_attention import prompt_attention
 from rooflight.ops.qk_norm_rope_cache import qk_norm_rope_cache_
 from rooflight.ops.rope import rope, rope_
 from rooflight.ops.sample import NO_TOKEN, sample
@@ -42,6 +43,7 @@ __all__ = [
     "penalize_logits_",
     "prefill_attention",
     "prefill_attention_lse",
+    "prompt_attention",
     "qk_norm_rope_cache_",
     "rms_norm",
     "rms_norm_backward",

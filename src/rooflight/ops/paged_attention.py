@@ -37,6 +37,8 @@ class AttentionMeta:
     block_table: (num_seqs, max_pages) int32, physical page of each logical page. seq_lens: (num_seqs,) int32, keys of
     each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens.
     max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
+    whole_prompt: the host knows that there is one sequence, all of whose keys are those of the new tokens.
+    decodes: further sequences of one new token each, behind all those tokens, for decode attention.
     splits: parts that decode attention cuts a sequence's keys into, at most; 0 leaves it to the provider's rule.
     """
 
@@ -45,6 +47,8 @@ class AttentionMeta:
     query_starts: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    whole_prompt: bool = False
+    decodes: AttentionMeta | None = None
     splits: int = 0
 
 

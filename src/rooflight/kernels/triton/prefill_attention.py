@@ -126,6 +126,9 @@ def _tile(q: torch.Tensor, num_kv_heads: int) -> Tile:
     # Half the rows a tile while that fills the multiprocessors. Both take the same instructions, row by row.
     if num_tokens * num_heads // 128 < multiprocessors(q.device.index):
         return Tile(64, keys, 4, 3)
+    # The largest tile reads keys least often, once there are enough of them.
+    if head_dim <= 128 and num_tokens * num_heads // 256 >= 3 * multiprocessors(q.device.index):
+        return Tile(256, keys, 8, 3)
     return Tile(128, keys, 8, 3)
 
 
