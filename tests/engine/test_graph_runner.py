@@ -19,7 +19,6 @@ from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner, buckets
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.upload import TURNS, Upload
-from rooflight.models.recipe import Recipe
 from tests.engine.support import assert_idle, prompt_ids
 
 Checkpoints = Callable[..., tuple[Path, Any]]
@@ -84,21 +83,19 @@ def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, ahead: LLM, rung: Rung) -> None:
+def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, folder: Path, rung: Rung) -> None:
     """Prompts of several sequences, batches that are padded up, and rows that end in the middle of a launch."""
-    old = ahead.engine
-    runner = GraphRunner(ahead.decoder, old.runner.cache, 200, 16, 64, False, rung.steps, rung.recipe)
-    assert ahead.decoder.recipe == rung.recipe
-    ahead.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, rung.steps), old.tokenizer, old.end_ids)
-    try:
-        prompts, options = mixed()
-        expected = [c.token_ids for c in plain.generate(prompts, options)]
-        assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
-        runner._prompt_buckets = []  # then sequences that decode beside prompts have attention of their own
-        assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
-        assert_idle(ahead)
-    finally:
-        ahead.engine, ahead.decoder.recipe = old, Recipe(projections=True)
+    llm = build(folder, device="cpu")
+    old = llm.engine
+    runner = GraphRunner(llm.decoder, old.runner.cache, 200, 16, 64, False, rung.steps, rung.recipe)
+    assert llm.decoder.recipe == rung.recipe
+    llm.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, rung.steps), old.tokenizer, old.end_ids)
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    runner._prompt_buckets = []  # then sequences that decode beside prompts have attention of their own
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize("most_steps", [0, 3, 2.0, True])
