@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import decode_tables
+import ladder_tables
 import norm_tables
 import roofline_tables
 import start_tables
@@ -117,6 +118,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **decode_tables.TABLES,
     **start_tables.TABLES,
     **step_tables.TABLES,
+    **ladder_tables.TABLES,
 }
 
 

@@ -20,7 +20,8 @@ CacheStrides check_cache(const Operand& cache, const Operand& first, int64_t num
 
 std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                             const Tensor& table_tensor, const Tensor& lens_tensor,
-                                            int64_t /* max_seq_len */, double scale, int64_t window, bool return_lse) {
+                                            int64_t /* max_seq_len */, double scale, int64_t window, bool return_lse,
+                                            int64_t splits) {
   const Operand q("q", q_tensor), k_cache("k_cache", k_tensor), v_cache("v_cache", v_tensor);
   const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
   DecodeAttention a;
@@ -50,6 +51,7 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   table.check_rows();
   if (num_seqs > 1 && lens.strides()[0] != 1) fail("seq_lens", "have stride 1", std::to_string(lens.strides()[0]));
   if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
+  if (splits < 0) fail("splits", "be 0 (the provider's rule) or more", std::to_string(splits));
   Tensor out = empty_like(q);
   const int64_t lse_sizes[2] = {num_seqs, num_heads}, none[1] = {0};
   Tensor lse =
@@ -71,6 +73,10 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.head_dim = static_cast<int>(head_dim);
   a.page_size = static_cast<int>(page_size);
   a.window = static_cast<int>(window);
+  if (splits > 0) {  // the largest power of two that is not above it
+    a.splits = 1;
+    while (a.splits < 16 && 2 * a.splits <= splits) a.splits *= 2;
+  }
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
   return {out, lse};

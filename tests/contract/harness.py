@@ -206,7 +206,7 @@ def _attention(function: Callable[..., Any], names: Sequence[str], backend: str 
         named = dict(zip(names, args, strict=True))
         starts = named.get("query_starts", named["seq_lens"])
         bounds = named.get("max_query_len", 1), named["max_seq_len"]
-        meta = AttentionMeta(named["block_table"], named["seq_lens"], starts, *bounds)
+        meta = AttentionMeta(named["block_table"], named["seq_lens"], starts, *bounds, splits=named.get("splits", 0))
         tensors = named["q"], named["k_cache"], named["v_cache"]
         return function(*tensors, meta, scale=named["scale"], window=named["window"], backend=backend)
 

@@ -9,6 +9,7 @@ from rooflight import ops
 from rooflight.ops import AttentionMeta, Make
 from tests.contract.harness import (
     Target,
+    assert_right,
     copy_args,
     describe,
     each_target,
@@ -46,6 +47,17 @@ def test_a_wider_block_table_gives_the_same_bits(target: Target) -> None:
         for row, length in enumerate(target.op.bind(*args)["seq_lens"].tolist()):
             wider[row, -(-length // 16) :] = 1 << 30
         assert all(map(same_bits, expected, target.run_copy(replaced(target.op, args, "block_table", wider))))
+
+
+@decode_targets
+def test_any_number_of_parts_is_right(target: Target) -> None:
+    for splits in (1, 2, 7, 16, 1000):
+        dims = {"seq_lens": (0, 1, 130, 40), "splits": splits}
+        for dtype in target.op.dtypes:
+            args = sweep_args(target.op, dims, dtype)
+            assert_right(expect(target.op, args), target.run_copy(args))
+    with pytest.raises(ValueError, match=r"^splits must be 0 \(the provider's rule\) or more, was -1"):
+        target.run_copy(replaced(target.op, args, "splits", -1))
 
 
 @decode_targets

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rooflight import LLM, SamplingParams
+from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner, buckets, prompt_sizes
 from rooflight.engine.scheduler import Scheduler
@@ -25,13 +26,13 @@ Checkpoints = Callable[..., tuple[Path, Any]]
 CPU = torch.device("cpu")
 
 
-def build(folder: Path, graphs: bool = False, **options: Any) -> LLM:
+def build(folder: Path, captured: bool = False, most_steps: int = 8, **options: Any) -> LLM:
     """An LLM whose runner is the GPU's, on whatever device the options say."""
     llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, **options)
     if isinstance(llm.engine.runner, GraphRunner):
         return llm
     old = llm.engine
-    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, graphs)
+    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, captured, most_steps)
     scheduler = Scheduler(400, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps)
     llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
     return llm
@@ -73,6 +74,46 @@ def test_decoding_rows_beside_prompts(
     captured: list[PromptSize], plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that decode are put behind the prompts, in a padded step or an exact one."""
+
+
+@pytest.mark.parametrize("most_steps", [1, 2])
+def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_steps: int) -> None:
+    llm = build(folder, most_steps=most_steps, device="cpu")
+    launches = []
+    runner = llm.engine.runner
+    launch = runner.launch
+    runner.launch = lambda plan, sampling: launches.append(plan.steps) or launch(plan, sampling)  # type: ignore
+    prompts, options = mixed(3)
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert max(launches) == most_steps
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, folder: Path, rung: Rung) -> None:
+    """Prompts of several sequences, batches that are padded up, and rows that end in the middle of a launch."""
+    llm = build(folder, device="cpu")
+    old = llm.engine
+    runner = GraphRunner(llm.decoder, old.runner.cache, 200, 16, 64, False, rung.steps, rung.recipe)
+    assert llm.decoder.recipe == rung.recipe
+    llm.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, rung.steps), old.tokenizer, old.end_ids)
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    runner._prompt_buckets = []  # then sequences that decode beside prompts have attention of their own
+    assert [c.token_ids for c in llm.generate(prompts, options)] == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("most_steps", [0, 3, 2.0, True])
+def test_steps_of_a_launch_are_a_power_of_two(folder: Path, most_steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"^most_steps must be a "):
+        LLM(str(folder), device="cpu", most_steps=most_steps)
+
+
+def test_decoding_rows_beside_prompts(plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too large for a graph: sequences that decode are put behind the prompts, and their tokens find back."""
     llm = build(folder, device="cpu")
     runner = llm.engine.runner
     assert isinstance(runner, GraphRunner)
@@ -176,6 +217,18 @@ def test_graphs_equal_single_steps(folder: Path, dtype: str) -> None:
         expected = [c.token_ids for c in single.generate(prompts, params)]
         assert [c.token_ids for c in captured.generate(prompts, params)] == expected
     assert_idle(captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", RUNGS[:5], ids=lambda rung: rung.name)
+def test_operators_taken_apart_can_be_captured(folder: Path, rung: Rung) -> None:
+    llm = build(folder, device="cuda", dtype="bf16", max_num_seqs=16, max_num_batched_tokens=64, graphs=False)
+    cache, engine, found = llm.engine.runner.cache, llm.engine, []
+    for graphs in (False, True):
+        runner = GraphRunner(llm.decoder, cache, 200, 16, 64, graphs, 8, rung.recipe)
+        llm.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, 8), engine.tokenizer, engine.end_ids)
+        found.append([c.token_ids for c in llm.generate(*mixed(5))])
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

@@ -121,6 +121,24 @@ def test_decode_in_any_number_of_parts(splits: int, window: int, monkeypatch: py
     assert_right(expect(operator, args), results)
 
 
+def test_most_parts_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of so many parts, where the rule would take more; the rule's own where it takes fewer."""
+    from rooflight.kernels.triton import decode_attention
+
+    operator = REGISTRY["decode_attention"]
+
+    def run(rule: int, splits: int) -> torch.Tensor:
+        monkeypatch.setattr(decode_attention, "_splits", lambda q, num_kv_heads: rule)
+        args = operator.inputs(Make(torch.float32), seq_lens=(200, 33), splits=splits)
+        result: torch.Tensor = operator.providers["triton"](*copy_args(args, DEVICE))[0]
+        return result
+
+    for most in (1, 2, 3):
+        assert same_bits(run(4, most), run(most, 0))
+        assert not same_bits(run(4, most), run(4, 0))
+    assert same_bits(run(4, 64), run(4, 0))
+
+
 def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to(DEVICE) for tensor in tensors]
 

@@ -118,6 +118,25 @@ def test_page_and_offset_of_a_slot(target: Target) -> None:
     assert cache_k.ne(0).any(-1).sum().item() == 4
 
 
+@steps
+def test_without_query_heads_norms_and_angles_it_is_the_write_alone(target: Target) -> None:
+    for dtype in target.op.dtypes:
+        q, k, v = packed(4, dtype, target.device)
+        before = [x.clone() for x in (q, k, v)]
+        k_cache, v_cache = caches(2, dtype, target.device)
+        cos_sin, positions = table(Make(device=target.device), 9, 64), torch.tensor([1, 2, 3, 8], device=target.device)
+        slots = torch.tensor([30, -1, 0, 17], device=target.device)
+        ops.qk_norm_rope_cache_(
+            q[:, :0], k, v, None, None, cos_sin[:, :0], positions, slots, k_cache, v_cache, backend=target.provider
+        )
+        assert all(map(torch.equal, (q, k, v), before))
+        kept = slots >= 0
+        assert torch.equal(read(k_cache, slots[kept]), k[kept])
+        assert torch.equal(read(v_cache, slots[kept]), v[kept])
+        for cache in (k_cache, v_cache):
+            assert int((~cache.isnan()).sum()) == 3 * 2 * 64
+
+
 def test_one_weight_without_the_other_is_refused() -> None:
     q, k, v = packed(2, torch.float32, "cpu")
     rest = table(Make(), 9, 64), torch.arange(2), torch.arange(2), *caches(1, torch.float32, "cpu")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rooflight import __version__
-from rooflight.cli import bench, chat, explain, generate, info, kernels, profile
+from rooflight.cli import bench, chat, explain, generate, info, kernels, ladder, profile
 from rooflight.cli.errors import OneLineErrors
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command(epilog=explain.EPILOG)(explain.explain)
 app.command(epilog=profile.EPILOG)(profile.profile)
 app.command(epilog=kernels.EPILOG)(kernels.kernels)
 app.add_typer(bench.app, name="bench")
+app.add_typer(ladder.app, name="ladder")
 
 EPILOG = """[bold]Examples[/bold]
 

@@ -29,6 +29,7 @@ from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch, PromptSize
 from rooflight.engine.upload import Arrival
 from rooflight.models.decoder import Decoder
+from rooflight.models.recipe import Recipe
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 # Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
@@ -54,10 +55,12 @@ class InFlight:
 
 
 class GraphRunner(Runner):
-    """See the module text. seconds: what starting took, by part. `graphs=False` runs the same steps one by one."""
+    """See the module text. seconds: what starting took, by part. `graphs=False` runs the same steps one by one.
+
+    recipe: of the decoder from now on; graphs keep the one that they were captured with.
+    """
 
     ahead = 1
-    most_steps = MOST_STEPS
 
     def __init__(
         self,
@@ -67,9 +70,12 @@ class GraphRunner(Runner):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         graphs: bool = True,
+        most_steps: int = MOST_STEPS,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(decoder, cache, max_model_len)
-        decoder.recipe = replace(decoder.recipe, projections=True)
+        decoder.recipe = replace(decoder.recipe, projections=True) if recipe is None else recipe
+        self.most_steps = most_steps
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
         self.buckets = buckets(max_num_seqs)
         self.seconds: dict[str, float] = {}
@@ -159,7 +165,7 @@ class GraphRunner(Runner):
             for prompt in reversed(self._prompts):
                 self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
             for rows, batch in reversed(self._decode.items()):
-                for many in (1, self.most_steps):
+                for many in sorted({1, self.most_steps}):
                     self._capture(("decode", rows, many), partial(_decode_steps, batch, many), pool)
 
     def _capture(self, key: tuple[str | int, ...], step: Callable[[], None], pool: Any) -> None:

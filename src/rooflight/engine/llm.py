@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rooflight.engine.core import Engine
-from rooflight.engine.graph_runner import GraphRunner
+from rooflight.engine.graph_runner import MOST_STEPS, GraphRunner
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.memory import plan_cache, working_bytes
 from rooflight.engine.outputs import Chunk, Completion
@@ -42,6 +42,7 @@ class LLM:
     max_num_batched_tokens: most tokens of a step, those of prompts and of running sequences together (default: 512, on
     a GPU 8192). prefix_cache: prompts that begin alike share
     pages of the KV pool.
+    graphs, most_steps: to measure without: CUDA graphs, and decode steps of a launch, a power of two (on a GPU 8).
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
     On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
     progress: called with (bytes loaded, bytes in all). `start_seconds` says afterwards what took how long.
@@ -60,6 +61,8 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         prefix_cache: bool = True,
+        graphs: bool = True,
+        most_steps: int | None = None,
         skip_tokenizer: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -70,6 +73,10 @@ class LLM:
         most_tokens = MOST_TOKENS[on_gpu] if max_num_batched_tokens is None else max_num_batched_tokens
         whole("max_num_seqs", max_num_seqs, 1, None)
         whole("max_num_batched_tokens", most_tokens, 1, None)
+        steps = MOST_STEPS if most_steps is None else most_steps
+        whole("most_steps", steps, 1, None)
+        if steps & (steps - 1):  # others would never be planned
+            raise ValueError(f"most_steps must be a power of two, was {steps}")
         begin = time.perf_counter()
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
         self.start_seconds = {"weights": time.perf_counter() - begin}
@@ -98,9 +105,9 @@ class LLM:
         self.graph_buckets: tuple[int, ...] = ()
         runner = Runner(self.decoder, cache, plan.max_model_len)
         if on_gpu:
-            graphs = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens)
-            runner, self.graph_buckets = graphs, tuple(graphs.buckets)
-            self.start_seconds |= graphs.seconds
+            ahead = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens, graphs, steps)
+            runner, self.graph_buckets = ahead, tuple(ahead.buckets) if graphs else ()
+            self.start_seconds |= ahead.seconds
         scheduler = Scheduler(plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(runner, scheduler, self.tokenizer, ends)

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from rooflight import ops
 from rooflight.models.communicator import SingleRank
 from rooflight.models.config import ModelConfig
-from rooflight.models.decoder import Decoder, Linear, Recipe
+from rooflight.models.decoder import Decoder, Linear
+from rooflight.models.recipe import Recipe
 from rooflight.ops import REGISTRY, AttentionMeta, Cost
 from rooflight.ops.contract import PLUMBING
 

@@ -10,7 +10,8 @@ A layer, on `num_tokens` rows of one or many sequences laid end to end:
     hidden           = linear(silu_and_mul(linear(hidden, packed gate_up)), down)
 
 With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead: five launches a
-layer, for decoding a few sequences, where a launch costs as much as its bytes.
+layer, for decoding a few sequences, where a launch costs as much as its bytes. The recipe's other switches take apart
+what is one operator above, to show what it gives (`rooflight ladder`).
 
 It knows neither requests nor devices: shapes depend only on `num_tokens` and `num_seqs`, nothing is read back to
 the host, so the same code runs eagerly, inside a CUDA graph and under fake tensors.
@@ -19,7 +20,6 @@ the host, so the same code runs eagerly, inside a CUDA graph and under fake tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +28,9 @@ from torch import nn
 from rooflight import ops
 from rooflight.models.communicator import Communicator, SingleRank
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache, with_parts
 from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
-
-KvCache = tuple[torch.Tensor, torch.Tensor]  # k, v: (num_pages, num_kv_heads, page_size, head_dim)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Which operators of a layer are one. The results differ by roundings only."""
-
-    projections: bool = False  # norm, SwiGLU and residual in the products
 
 
 class Linear(nn.Module):
@@ -96,11 +88,12 @@ class DecoderLayer(nn.Module):
         slots: torch.Tensor,
         meta: ops.AttentionMeta,
         decode: bool,
+        recipe: Recipe,
     ) -> torch.Tensor:
         """`hidden` (num_tokens, hidden_size) is normalised already; `residual` is updated in place."""
-        mixed = self._mix(self.qkv(hidden), positions, cos_sin, cache, slots, meta, decode)
+        mixed = self._mix(self.qkv(hidden), positions, cos_sin, cache, slots, meta, decode, recipe)
         hidden = self.communicator.all_reduce(self.o(mixed))  # (tokens, hidden_size)
-        ops.fused_add_rms_norm_(hidden, residual, self.post_norm, self.eps)
+        hidden = add_norm(hidden, residual, self.post_norm, self.eps, recipe)
         gated = ops.silu_and_mul(self.gate_up(hidden))  # (tokens, intermediate_size)
         reduced: torch.Tensor = self.communicator.all_reduce(self.down(gated))  # (tokens, hidden_size)
         return reduced
@@ -114,11 +107,12 @@ class DecoderLayer(nn.Module):
         slots: torch.Tensor,
         meta: ops.AttentionMeta,
         decode: bool,
+        recipe: Recipe,
     ) -> None:
         """The layer on `residual` (num_tokens, hidden_size) alone, in place; for one rank."""
         qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
         packed = ops.rms_norm_linear(residual, self.input_norm, qkv.weight, qkv.bias, self.eps)
-        mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode)
+        mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode, recipe)
         ops.linear_add_(residual, mixed, o.weight, o.bias)
         gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)
         ops.linear_add_(residual, gated, down.weight, down.bias)
@@ -132,33 +126,17 @@ class DecoderLayer(nn.Module):
         slots: torch.Tensor,
         meta: ops.AttentionMeta,
         decode: bool,
+        recipe: Recipe,
     ) -> torch.Tensor:
         """From the packed projection to attention's result, (num_tokens, q width)."""
         num_tokens = packed.shape[0]
-        k_cache, v_cache = cache
         qkv = packed.view(num_tokens, self.packed_heads, self.head_dim)  # (tokens, heads, head_dim)
         # Views (tokens, heads, head_dim) with rows of the packed width. 2 us; through Tensor.split it is 6.
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
-        ops.qk_norm_rope_cache_(
-            q, k, v, self.q_norm, self.k_norm, cos_sin, positions, slots, k_cache, v_cache, self.eps
-        )
-        mixed = self._attend(q, k_cache, v_cache, meta, decode)  # (tokens, q heads, head_dim)
+        norms = self.q_norm, self.k_norm
+        q = norm_rope_cache(q, k, v, norms, cos_sin, positions, slots, cache, self.eps, recipe)
+        mixed = attend(q, cache, meta, self.window, decode, recipe)  # (tokens, q heads, head_dim)
         return mixed.view(num_tokens, self.q_width)
-
-    def _attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: ops.AttentionMeta, decode: bool
-    ) -> torch.Tensor:
-        if decode:
-            return ops.decode_attention(q, k_cache, v_cache, meta, window=self.window)
-        if meta.whole_prompt and not self.window:
-            return ops.prompt_attention(q, k_cache, v_cache, meta.block_table)
-        if meta.decodes is None:
-            return ops.prefill_attention(q, k_cache, v_cache, meta, window=self.window)
-        tokens = q.shape[0] - meta.decodes.seq_lens.shape[0]  # of prompts
-        prompts = ops.prefill_attention(q[:tokens], k_cache, v_cache, meta, window=self.window)
-        return torch.cat(
-            (prompts, ops.decode_attention(q[tokens:], k_cache, v_cache, meta.decodes, window=self.window))
-        )
 
 
 class Decoder(nn.Module):
@@ -245,9 +223,11 @@ class Decoder(nn.Module):
         """
         eps = self.config.rms_norm_eps
         residual = self.communicator.all_reduce(ops.embedding(ids, self.embed))  # (tokens, hidden_size)
-        if self.recipe.projections:
+        recipe = self.recipe
+        rest = slots, with_parts(meta, recipe), decode, recipe
+        if recipe.projections:
             for layer, cache in zip(self.layers, caches, strict=True):
-                layer.forward_fused(residual, positions, self.cos_sin, cache, slots, meta, decode)  # type: ignore[operator]
+                layer.forward_fused(residual, positions, self.cos_sin, cache, *rest)  # type: ignore[operator]
             return residual
         hidden: torch.Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -255,11 +235,10 @@ class Decoder(nn.Module):
             if hidden is None:
                 hidden = ops.rms_norm(residual, input_norm, eps)
             else:
-                ops.fused_add_rms_norm_(hidden, residual, input_norm, eps)
-            hidden = layer(hidden, residual, positions, self.cos_sin, cache, slots, meta, decode)
+                hidden = add_norm(hidden, residual, input_norm, eps, recipe)
+            hidden = layer(hidden, residual, positions, self.cos_sin, cache, *rest)
         assert hidden is not None  # there is at least one layer
-        ops.fused_add_rms_norm_(hidden, residual, self.norm, eps)
-        return hidden
+        return add_norm(hidden, residual, self.norm, eps, recipe)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden_size) to (rows, vocab_size) FP32; the caller picks the rows it needs."""

@@ -54,8 +54,8 @@ def decode_attention_lse(
     """q: (num_seqs, num_heads, head_dim), the newest token of each sequence, whose key is already in the cache.
 
     Everything else as in `prefill_attention_lse`; meta.query_starts is not read. A sequence of length 0 gives zeros.
-    The Triton provider takes at most 128 query heads a KV head; how it splits the keys depends on the batch and the
-    card, so a row's last bits may too. They never depend on the bounds or on other sequences' lengths.
+    The Triton provider takes at most 128 query heads a KV head; how it splits the keys depends on the batch, the card
+    and meta.splits, so a row's last bits may too. They never depend on the bounds or on other sequences' lengths.
     """
     return _run(q, k_cache, v_cache, meta, scale, window, True, backend)
 
@@ -74,7 +74,8 @@ def _run(
     operator = DECODE_ATTENTION.overload(q, backend)
     table, lengths = meta.block_table, meta.seq_lens
     result: tuple[torch.Tensor, torch.Tensor]
-    result = operator(q, k_cache, v_cache, table, lengths, meta.max_seq_len, scale, window, return_lse)
+    rest = scale, window, return_lse, meta.splits
+    result = operator(q, k_cache, v_cache, table, lengths, meta.max_seq_len, *rest)
     return result
 
 
@@ -88,9 +89,12 @@ def _check_decode(
     scale: float,
     window: int,
     return_lse: bool,
+    splits: int = 0,
 ) -> None:
     check_cache(q, k_cache, v_cache, block_table, seq_lens, window)
     checks.has_shape("seq_lens", seq_lens, q.shape[0])
+    if splits < 0:
+        checks.fail("splits", "be 0 (the provider's rule) or more", splits)
 
 
 def _decode_reference(
@@ -103,6 +107,7 @@ def _decode_reference(
     scale: float,
     window: int,
     return_lse: bool,
+    splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = seq_lens.tolist()
     rest = scale, window, return_lse
@@ -128,6 +133,7 @@ def _decode_composition(
     scale: float,
     window: int,
     return_lse: bool,
+    splits: int = 0,
     *,
     compute: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,18 +155,19 @@ def _inputs(
     head_dim: int = 64,
     page_size: int = 16,
     window: int = 0,
+    splits: int = 0,
 ) -> Args:
     query_lens = [1] * len(seq_lens)
     tensors = paged_inputs(make, seq_lens, query_lens, num_heads, num_kv_heads, head_dim, page_size, float("nan"))
-    return *tensors[:5], max([*seq_lens, 0]), head_dim**-0.5, window, True
+    return *tensors[:5], max([*seq_lens, 0]), head_dim**-0.5, window, True, splits
 
 
 DECODE_ATTENTION = define(
     "decode_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, int max_seq_len, float scale, "
-    "int window, bool return_lse) -> (Tensor, Tensor)",
+    "int window, bool return_lse, int splits=0) -> (Tensor, Tensor)",
     reference=_decode_reference,
-    fake=fake,
+    fake=lambda q, *rest: fake(q, rest[7]),
     cost=_cost,
     composition=_decode_composition,
     inputs=_inputs,
@@ -169,6 +176,7 @@ DECODE_ATTENTION = define(
     tolerance=ATTENTION_TOLERANCE,
     sweep=[{"seq_lens": lens} for lens in ((), (1,), (0,), (1, 3, 17, 32), (16, 15, 130))]
     + [{"seq_lens": (10, 3), "window": window} for window in (1, 4, 10, 50)]
+    + [{"seq_lens": (40, 3, 130), "splits": splits} for splits in (1, 3)]
     + [
         {"seq_lens": (19, 33), "num_heads": h, "num_kv_heads": kv, "head_dim": d}
         for h, kv, d in ((40, 8, 128), (14, 2, 64), (3, 1, 80), (4, 2, 256))

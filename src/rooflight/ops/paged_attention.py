@@ -39,6 +39,7 @@ class AttentionMeta:
     max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
     whole_prompt: the host knows that there is one sequence, all of whose keys are those of the new tokens.
     decodes: further sequences of one new token each, behind all those tokens, for decode attention.
+    splits: parts that decode attention cuts a sequence's keys into, at most; 0 leaves it to the provider's rule.
     """
 
     block_table: torch.Tensor
@@ -48,6 +49,7 @@ class AttentionMeta:
     max_seq_len: int
     whole_prompt: bool = False
     decodes: AttentionMeta | None = None
+    splits: int = 0
 
 
 def check_cache(
@@ -165,8 +167,7 @@ def no_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return_lse = rest[-1]
+def fake(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), no_lse(q).new_empty(q.shape[:2]) if return_lse else no_lse(q)
 
 

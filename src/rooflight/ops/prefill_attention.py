@@ -162,7 +162,7 @@ PREFILL_ATTENTION = define(
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_starts, "
     "int max_query_len, int max_seq_len, float scale, int window, bool return_lse) -> (Tensor, Tensor)",
     reference=_prefill_reference,
-    fake=fake,
+    fake=lambda q, *rest: fake(q, rest[-1]),
     cost=_cost,
     composition=compose,
     inputs=_inputs,

@@ -152,6 +152,7 @@ def decode_attention(
     scale: float,
     window: int,
     return_lse: bool,
+    splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_dtype("q", q)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
@@ -165,7 +166,7 @@ def decode_attention(
         return empty_result(q, return_lse)
     out = q.new_empty(q.shape)
     lse = no_lse(q).new_empty(q.shape[:2] if return_lse else 0)
-    splits = _splits(q, num_kv_heads)
+    splits = min(_splits(q, num_kv_heads), splits or MOST_SPLITS)
     keys = INTERPRETED_KEYS
     if q.is_cuda:
         keys = 64 if q.element_size() == 2 and head_dim <= 128 else 32

@@ -47,6 +47,7 @@ REACH = tl.constexpr(32.0)  # the farthest bin, in logits, times the temperature
 SLICE = tl.constexpr(128)  # elements that are put into bins at once
 SLACK = tl.constexpr(1.0001)  # FP32 weights of bins choose candidates: some more than needed
 NO_TOKEN = tl.constexpr(-1)
+NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit(do_not_specialize=["per"])  # type: ignore[untyped-decorator]
@@ -61,7 +62,7 @@ def _best_of_chunks(
         least = tl.full([TILE], float("inf"), tl.float32)
         for start in range(0, CHUNK, TILE):
             token = chunk * CHUNK + start + tl.arange(0, TILE)
-            x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+            x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=NOTHING).to(tl.float32)
             best = tl.maximum(best, (key_of(x).to(tl.int64) << 32) + (0x7FFFFFFF - token))
             least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
         tl.store(best_ptr + row * num_chunks + chunk, tl.max(best, 0))
@@ -111,7 +112,7 @@ def _fill_bins(
     mass = tl.zeros([BINS, SLICE], tl.float32)
     for start in range(0, CHUNK, SLICE):
         token = begin + start + tl.arange(0, SLICE)[None, :]
-        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=NOTHING).to(tl.float32)
         hit = (_bin(x, peak, bins_per_logit) == bins[:, None]) & (token < vocab_size)
         count += hit.to(tl.int32)
         mass += tl.where(hit, tl.exp((x - peak) / heat), 0.0)
@@ -138,9 +139,7 @@ def _weigh_chunks(
             total = tl.zeros([TILE], tl.float64)
             for start in range(0, CHUNK, TILE):
                 token = chunk * CHUNK + start + tl.arange(0, TILE)
-                x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(
-                    tl.float32
-                )
+                x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=NOTHING).to(tl.float32)
                 weight = weight_of(x, peak, heat)
                 total += tl.where(weight >= tl.minimum(floor, 1.0), weight, 0.0)
             place = row * num_chunks + chunk
@@ -191,7 +190,7 @@ def _gather(
                     place = tl.sum(tl.where(index < chunk, of_chunk, 0), 0)
                     for start in range(0, CHUNK, TILE):
                         token = chunk * CHUNK + start + tl.arange(0, TILE)
-                        x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(
+                        x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=NOTHING).to(
                             tl.float32
                         )
                         hit = (_bin(x, peak, bins_per_logit) <= last) & (token < vocab_size)

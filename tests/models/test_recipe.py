@@ -1,0 +1,120 @@
+"""Every combination of the decoder's switches says the same, and each of them runs what it names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooflight.limits.trace import Step, trace
+from rooflight.models import Decoder, load_config, load_model
+from rooflight.models.recipe import Recipe
+from tests.models import tiny
+
+SWITCHES = [field.name for field in fields(Recipe)]
+COMBINATIONS = [Recipe(*values) for values in product((False, True), repeat=len(SWITCHES))]
+LENGTH = 24
+BOUND = 1e-5  # of the largest logit, as against transformers
+NAIVE = Recipe(norm=False, rope=False, grouped=False, split=False)
+
+
+def by_name(recipe: Recipe) -> str:
+    return "+".join(name for name in SWITCHES if getattr(recipe, name)) or "none"
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, torch.Tensor]:
+    """With head norms, without, and with biases."""
+    model = tiny.reference_model(request.param)
+    decoder = load_model(tiny.save(model, tmp_path_factory.mktemp(request.param))).decoder
+    return decoder, tiny.reference_logits(model, tiny.prompt(LENGTH))
+
+
+@pytest.mark.parametrize("recipe", COMBINATIONS, ids=by_name)
+def test_logits_of_every_combination(pair: tuple[Decoder, torch.Tensor], recipe: Recipe) -> None:
+    """A prompt, a second chunk of it, and tokens one by one."""
+    decoder, expected = pair
+    decoder.recipe = recipe
+    actual = tiny.decoder_logits(decoder, tiny.prompt(LENGTH), [10, 7, *[1] * 7])
+    assert tiny.relative_error(actual, expected) < BOUND
+
+
+@pytest.mark.parametrize("recipe", [NAIVE, replace(NAIVE, rope=True), replace(NAIVE, grouped=True)], ids=by_name)
+def test_switches_change_between_steps_of_a_batch_with_a_padded_row(
+    pair: tuple[Decoder, torch.Tensor], recipe: Recipe
+) -> None:
+    """The second row is padding: no slot of the cache is written for it, though its page would have room."""
+    decoder, expected = pair
+    ids = tiny.prompt(LENGTH)
+    paged = tiny.Paged(decoder.config, 2, LENGTH)
+    with torch.inference_mode():
+        decoder.recipe = Recipe()
+        positions, slots, meta = paged.step([LENGTH - 1, 0])
+        decoder(ids[:-1], positions, paged.caches, slots, meta, False)
+        decoder.recipe = recipe
+        positions, slots, meta = paged.step([1, 1])
+        slots[1] = -1
+        meta.seq_lens[1] = 0
+        before = [cache.clone() for layer in paged.caches for cache in layer]
+        hidden = decoder(ids[-1:].repeat(2), positions, paged.caches, slots, meta, True)
+        logits = decoder.logits(hidden)[:1]
+    assert tiny.relative_error(logits, expected[-1:]) < BOUND
+    page, offset = divmod(int(slots[0]), 16)
+    for cache, old in zip([cache for layer in paged.caches for cache in layer], before, strict=True):
+        assert not cache[page, :, offset].isnan().any()
+        cache[page, :, offset] = old[page, :, offset]
+        assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+def operators(recipe: Recipe) -> Counter[str]:
+    return Counter(call.operator for call in trace(load_config("random:qwen3-0.6b"), Step("decode", 1, 100), recipe))
+
+
+def test_each_switch_runs_what_it_names() -> None:
+    """Per layer of 28, for a model with head norms and two query heads a KV head."""
+    naive, default = operators(NAIVE), operators(Recipe())
+    assert naive["rms_norm"] == 28 * 4 + 1
+    assert naive["add_"] == 28 * 2
+    assert naive["fused_add_rms_norm_"] == 0
+    assert (naive["rope_"], naive["qk_norm_rope_cache_"]) == (28, 28)
+    assert (naive["decode_attention"], naive["stack"] + naive["cat"]) == (56, 28)
+    assert naive["clone"] == naive["copy_"] == 0  # the heads of one token lie side by side
+    assert (default["rms_norm"], default["fused_add_rms_norm_"], default["add_"]) == (1, 56, 0)
+    assert (default["rope_"], default["qk_norm_rope_cache_"], default["decode_attention"]) == (0, 28, 28)
+    fused = operators(Recipe(projections=True))
+    assert [fused[name] for name in ("rms_norm_linear", "rms_norm_swiglu", "linear_add_")] == [29, 28, 56]
+    assert sum(fused.values()) < sum(default.values()) < sum(naive.values())
+
+
+def test_without_grouping_keys_are_read_once_a_query_head() -> None:
+    config, step = load_config("random:qwen3-0.6b"), Step("decode", 1, 1000)
+    kv = [
+        sum(call.kv_elements * call.dtype.itemsize for call in trace(config, step, recipe))
+        for recipe in (Recipe(), Recipe(grouped=False))
+    ]
+    assert kv == [config.kv_bytes_per_token(config.dtype) * 1001, 2 * config.kv_bytes_per_token(config.dtype) * 1001]
+
+
+def test_without_the_split_rule_there_is_one_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rooflight.models import recipe as module
+
+    seen = []
+    attention = module.ops.decode_attention
+
+    def note(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: module.ops.AttentionMeta, *, window: int
+    ) -> object:
+        seen.append(meta.splits)
+        return attention(q, k, v, meta, window=window)
+
+    monkeypatch.setattr(module.ops, "decode_attention", note)
+    decoder = load_model("random:tiny").decoder
+    for recipe, splits in ((Recipe(), 0), (Recipe(split=False), 1), (Recipe(split=False, projections=True), 1)):
+        decoder.recipe = recipe
+        tiny.decoder_logits(decoder, tiny.prompt(5), [4, 1])
+        assert set(seen) == {splits}
+        seen.clear()
