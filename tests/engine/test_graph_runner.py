@@ -69,13 +69,6 @@ def test_tokens_equal_the_plain_runner(plain: LLM, ahead: LLM) -> None:
     assert_idle(ahead)
 
 
-@pytest.mark.parametrize("captured", [[PromptSize(64, 16, 16)], []])
-def test_decoding_rows_beside_prompts(
-    captured: list[PromptSize], plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences that decode are put behind the prompts, in a padded step or an exact one."""
-
-
 @pytest.mark.parametrize("most_steps", [1, 2])
 def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_steps: int) -> None:
     llm = build(folder, most_steps=most_steps, device="cpu")
@@ -101,7 +94,7 @@ def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, folder: Path, 
     prompts, options = mixed()
     expected = [c.token_ids for c in plain.generate(prompts, options)]
     assert [c.token_ids for c in llm.generate(prompts, options)] == expected
-    runner._prompt_buckets = []  # then sequences that decode beside prompts have attention of their own
+    runner._prompts = []  # then sequences that decode beside prompts have attention of their own
     assert [c.token_ids for c in llm.generate(prompts, options)] == expected
     assert_idle(llm)
 
@@ -112,8 +105,11 @@ def test_steps_of_a_launch_are_a_power_of_two(folder: Path, most_steps: Any) -> 
         LLM(str(folder), device="cpu", most_steps=most_steps)
 
 
-def test_decoding_rows_beside_prompts(plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps too large for a graph: sequences that decode are put behind the prompts, and their tokens find back."""
+@pytest.mark.parametrize("captured", [[PromptSize(64, 16, 16)], []])
+def test_decoding_rows_beside_prompts(
+    captured: list[PromptSize], plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that decode are put behind the prompts, in a padded step or an exact one."""
     llm = build(folder, device="cpu")
     runner = llm.engine.runner
     assert isinstance(runner, GraphRunner)

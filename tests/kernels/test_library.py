@@ -41,11 +41,21 @@ def test_no_kernel_spills() -> None:
     assert not wrong, "registers went to memory; hold less at once, or allow the kernel fewer threads"
 
 
+# Threads of the blocks of what is no norm; those have up to 1024.
+BLOCKS = {
+    "advance_decode.cu": 128,
+    "decode_attention.cu": 128,
+    "few_rows_linear.cu": 256,
+    "qk_norm_rope_cache.cu": 128,
+    "silu_and_mul.cu": 256,
+}
+
+
 @needs_build
 def test_blocks_of_the_declared_size_fit() -> None:
     """A block of 1024 threads needs 64 registers a thread or fewer; the backward's blocks have 256 or 512."""
     for k in library.kernels():
-        threads = 1024
+        threads = BLOCKS.get(k.source, 1024)
         if "backward_in_registers" in k.name:
             packs = int(k.name.split(", ")[3])
             threads = 256 if packs == 1 else 512

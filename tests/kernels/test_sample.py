@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooflight import ops
 from rooflight.kernels.triton import sample as kernel
+from rooflight.ops import Make
 from rooflight.ops.sample import SAMPLE
 
 # NumPy speaks up in Triton's interpreter where logits are so far apart that FP32 is infinite.
@@ -94,3 +95,11 @@ def test_views_that_it_cannot_read_are_refused() -> None:
         ops.sample(*args[:3], wide[:, 0], *args[4:], backend="triton")
     with pytest.raises(ValueError, match="logits must have stride 1 in its last dimension, was 12"):
         ops.sample(args[0].T.contiguous().T, *args[1:], backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_logits_are_their_fp32_values(dtype: torch.dtype) -> None:
+    logits, *options = (a.to(DEVICE) for a in SAMPLE.inputs(Make(), num_seqs=12, vocab_size=700))
+    for backend in ("ref", "triton"):
+        narrow = ops.sample(logits.to(dtype), *options, backend=backend)
+        assert torch.equal(narrow, ops.sample(logits.to(dtype).float(), *options, backend=backend))

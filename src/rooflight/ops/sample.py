@@ -34,10 +34,11 @@ def sample(
     """One token id a row, (num_seqs,) int64.
 
     logits: (num_seqs, vocab_size) FP32, FP16 or BF16. Per row: temperature FP32 (0 or less: the largest logit, the
-    first of equals); top_k int32 (keep exactly the k best, equals by token id; 0 or less, or vocab_size or more: off); top_p FP32 (keep
-    the fewest best whose probability after top-k reaches top_p, at least one; 1 or more: off); min_p FP32 (drop what is
-    below min_p times the best probability; 0 or less: off); seed and position int64. A row with NaN, or with nothing
-    above -inf, gives -1; a row with +inf gives its first +inf. Raises ValueError for shapes, dtypes, devices.
+    first of equals); top_k int32 (keep exactly the k best, equals by token id; 0 or less, or vocab_size or more: off);
+    top_p FP32 (keep the fewest best whose probability after top-k reaches top_p, at least one; 1 or more: off); min_p
+    FP32 (drop what is below min_p times the best probability; 0 or less: off); seed and position int64. A row with NaN,
+    or with nothing above -inf, gives -1; a row with +inf gives its first +inf. Raises ValueError for shapes, dtypes,
+    devices.
     """
     args = (logits, temperature, top_k, top_p, min_p, seed, position)
     return SAMPLE.overload(logits, backend)(*args)  # type: ignore[no-any-return]
@@ -92,6 +93,7 @@ def _sample_reference(
 ) -> torch.Tensor:
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
+    logits = logits.float()
     best, ids = logits.max(-1)
     ids = torch.where((best == best) & (best > float("-inf")), ids, NO_TOKEN)  # max of a row with NaN is NaN
     heats = temperature.tolist()
