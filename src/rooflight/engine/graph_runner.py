@@ -35,7 +35,9 @@ MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is mo
 # Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
 # sequences that decode.
 PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024))
-MIXED_SIZES = (PromptSize(256, 16, 32), PromptSize(1024, 32, 64), PromptSize(2048, 64, 256), PromptSize(8192, 128, 256))
+MIXED_SIZES = tuple(
+    PromptSize(*size) for size in ((256, 16, 32), (1024, 32, 64), (2048, 64, 256), (8192, 128, 256), (8192, 128, 1024))
+)
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
 
