@@ -9,8 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from norm_tables import markdown
 
+from rooflight.models.load import load_config
+
+MILLISECONDS = 1e3
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 Data = dict[str, Any]
 
@@ -110,6 +114,43 @@ def throughput_table() -> str:
     return markdown([*header, "ours over its"], rows, right=2) + "\n" + note + origin(data) + "\n\n" + set_up(data)
 
 
+def wall_table() -> str:
+    """What a token of one request has to read, and what half a head would save, at each prompt that was measured."""
+    data = load("request")
+    if data is None:
+        return ""
+    config, rate = load_config(data["setup"]["model"]), data["read_bandwidth_bytes_per_s"]
+    weights = config.weight_bytes_per_token(torch.bfloat16)
+    per_token = config.kv_bytes_per_token(torch.bfloat16)
+    head = 2 * config.vocab_size * config.hidden_size
+    rows = []
+    for row in data["rows"]:
+        if row["engine"] != "rooflight" or row["dtype"] != "bf16":
+            continue
+        context = row["prompt_tokens"] + (row["new_tokens"] + 1) / 2
+        keys, token = context * per_token, row["per_token_ms"]["median"]
+        saved = head / 2 / rate * MILLISECONDS
+        rows.append(
+            [
+                f"{row['prompt_tokens']:,}",
+                f"{weights / rate * MILLISECONDS:.3f}",
+                f"{keys / rate * MILLISECONDS:.3f}",
+                f"{keys / (weights + keys):.0%}",
+                f"{token:.3f}",
+                f"{(weights + keys) / rate * MILLISECONDS / token:.0%}",
+                f"{token / (token - saved):.2f}x",
+            ]
+        )
+    header = ["prompt", "weights ms", "keys, values ms", "of all bytes", "a token ms", "of limit", "half a head"]
+    note = (
+        f"Weights: {weights / 1e6:,.1f} MB a token, the head {head / 1e6:.1f} of them. Keys and values: {per_token:,} "
+        f"bytes for each token of the context; they pass the weights at {weights / per_token:,.0f} tokens. Read at "
+        f"{rate / 1e12:.2f} TB/s. Half a head: how much faster a token would be if the head had half its bytes and "
+        "the time of the rest stayed. "
+    )
+    return markdown(header, rows, right=1) + "\n" + note + origin(data) + "\n"
+
+
 def _far(spread: Data, digits: int) -> str:
     """The median, and how far the rounds were from it at most."""
     median = spread["median"]
@@ -121,4 +162,4 @@ def _or_dash(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-TABLES = {"decode-requests": request_tables, "decode-throughput": throughput_table}
+TABLES = {"decode-requests": request_tables, "decode-throughput": throughput_table, "decode-walls": wall_table}
