@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from rooflight.engine.params import SamplingParams, choice_seed
 from rooflight.engine.request import Group, OnChunk, Request
 from rooflight.engine.scheduler import Scheduler
@@ -66,9 +68,13 @@ class Intake:
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token, was empty")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+        try:
+            ids = np.fromiter(prompt, np.int64, len(prompt))
+        except OverflowError:
+            raise ValueError(f"prompt must have token ids below {self._vocab_size}, was one beyond 64 bits") from None
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise ValueError(
-                f"prompt must have token ids below {self._vocab_size}, was one with {min(prompt)} to {max(prompt)}"
+                f"prompt must have token ids below {self._vocab_size}, was one with {ids.min()} to {ids.max()}"
             )
         if len(prompt) >= self._context:
             raise ValueError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -229,8 +229,8 @@ class LLM:
         """Token ids of a prompt; token ids are passed on."""
         if not isinstance(prompt, str):
             try:
-                return [operator.index(token) for token in prompt]
-            except TypeError as error:
+                return array("q", list(prompt)).tolist()  # one by one in Python, 256 prompts cost a step
+            except (TypeError, OverflowError) as error:
                 raise ValueError(f"prompt must be a text or a list of token ids ({error})") from None
         return self._need_tokenizer().encode(prompt)
 
