@@ -43,14 +43,21 @@ class Upload:
 
         self.device = views(self._target)
         self._host = [{name: view.numpy() for name, view in views(source).items()} for source in self._sources]
+        self._sent = [torch.cuda.Event() if pinned else None for _ in range(TURNS)]
         self._turn = 0
 
     def begin(self) -> dict[str, np.ndarray]:
         self._turn = (self._turn + 1) % TURNS
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()  # long ago, unless launches were forgotten and others made in their place
         return self._host[self._turn]
 
     def send(self) -> None:
         self._target.copy_(self._sources[self._turn], non_blocking=True)
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.record()
 
 
 class Download:
