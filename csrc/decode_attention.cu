@@ -303,7 +303,8 @@ template <typename T, int D>
 void launch_for_layout(const DecodeAttention& a, cudaStream_t stream) {
   const int group = a.num_heads / a.num_kv_heads;
   if constexpr (sizeof(T) == 2) {
-    if (a.aligned && a.page_size % kChunk == 0 && card().major >= 9) {
+    const bool fits = static_cast<int>(sizeof(Memory<T, D, kWarps>)) <= card().block_shared;
+    if (a.aligned && a.page_size % kChunk == 0 && card().major >= 9 && fits) {
       const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * ((group + kHeads - 1) / kHeads);
       return launch_chunks<T, D, kWarps>(a, a.splits > 0 ? a.splits : decode_splits(blocks), stream);
     }
@@ -340,7 +341,7 @@ int decode_splits(int64_t blocks) {
 }
 
 void launch_decode_attention(const DecodeAttention& a, cudaStream_t stream) {
-  if (a.num_seqs == 0) return;
+  if (a.num_seqs == 0 || a.num_heads == 0) return;
   switch (a.dtype) {
     case Dtype::kFloat32:
       return launch_typed<float>(a, stream);

@@ -138,6 +138,7 @@ __device__ __forceinline__ void finish(const DecodeAttention& a, Meeting<WARPS, 
       }
     }
   }
+#if __CUDA_ARCH__ >= 900  // Hopper and later have clusters
   if constexpr (CLUSTER) {
     if (alone) return;
     const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
@@ -159,6 +160,7 @@ __device__ __forceinline__ void finish(const DecodeAttention& a, Meeting<WARPS, 
     }
     cluster.sync();  // nobody leaves while its memory is read
   }
+#endif
 }
 
 }  // namespace rooflight

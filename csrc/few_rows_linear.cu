@@ -24,9 +24,9 @@ namespace {
 constexpr int kStepWidth = 32;  // k of one 16-byte load of each of four lanes
 constexpr int kTileRows = 16;
 constexpr int kWarps = 8;
-constexpr int kPadding = 64;  // bytes between rows of a tile: neighbouring rows fall into other banks
-// Bytes of shared memory: of a multiprocessor; of a block beside its rows. And most blocks, by their registers.
-constexpr int kMultiprocessorShared = 226 * 1024, kOwnShared = 6 * 1024, kMostBlocks = 4;
+constexpr int kPadding = 64;          // bytes between rows of a tile: neighbouring rows fall into other banks
+constexpr int kOwnShared = 6 * 1024;  // bytes of a block beside its rows
+constexpr int kMostBlocks = 4;        // of a multiprocessor, by their registers
 constexpr int kWidest = 4096;
 constexpr int kMostSteps = kWidest / kStepWidth / kWarps, kMostSums = kWidest / 8 / 32;
 
@@ -214,7 +214,7 @@ void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
   };
   // One tile a block while all blocks run at once; else as many blocks as do with memory for two tiles each.
   const auto at_once = [&](int stages) {
-    const int fitting = kMultiprocessorShared / (bytes(stages) + kOwnShared);
+    const int fitting = card().shared / (bytes(stages) + kOwnShared);
     return fitting < kMostBlocks ? fitting : kMostBlocks;
   };
   const bool single = tiles <= places * at_once(1);
@@ -222,11 +222,15 @@ void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
          stream, Overlap::kBehindOurs, bytes(single ? 1 : 2), p);
 }
 
+// 8-row tiles where 16-row ones would leave multiprocessors without work, or take too much memory.
+bool takes_small_tiles(const FewRowsLinear& p) {
+  return p.out_features < 16 * card().multiprocessors || p.in_features > 2048;
+}
+
 template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE>
 void launch_for_width(const FewRowsLinear& p, cudaStream_t stream) {
-  // 8-row tiles where 16-row ones would leave multiprocessors without work, or take too much memory.
   if constexpr (EPILOGUE != Epilogue::kSwiglu) {
-    if (p.out_features < 16 * card().multiprocessors || p.in_features > 2048) {
+    if (takes_small_tiles(p)) {
       return launch_shaped<T, 1, PROLOGUE, EPILOGUE>(p, stream);
     }
   }
@@ -247,11 +251,14 @@ void launch_typed(const FewRowsLinear& p, cudaStream_t stream) {
 
 bool takes_few_rows(const FewRowsLinear& p) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  // Two tiles of 16 rows and x must fit a multiprocessor.
-  const int widest = p.epilogue == Epilogue::kSwiglu ? 2560 : kWidest;
+  // Two tiles, and x where there is a norm, must fit a block.
+  const bool small = p.epilogue != Epilogue::kSwiglu && takes_small_tiles(p);
+  const int rows = 2 * (small ? 8 : 16) + (p.prologue == Prologue::kRmsNorm ? kFewRows : 0);
+  const int bytes = rows * (p.in_features * 2 + kPadding) + kOwnShared;
   return p.dtype != Dtype::kFloat32 && p.rows >= 1 && p.rows <= kFewRows && p.in_features % kStepWidth == 0 &&
-         p.in_features >= kStepWidth && p.in_features <= widest && p.out_features > 0 && p.x_stride % 8 == 0 &&
-         p.weight != nullptr && aligned(p.weight) && aligned(p.x) && aligned(p.norm_weight) && card().major >= 9;
+         p.in_features >= kStepWidth && p.in_features <= kWidest && bytes <= card().block_shared &&
+         p.out_features > 0 && p.x_stride % 8 == 0 && p.weight != nullptr && aligned(p.weight) && aligned(p.x) &&
+         aligned(p.norm_weight) && card().major >= 9;
 }
 
 void launch_few_rows_linear(const FewRowsLinear& p, cudaStream_t stream) {

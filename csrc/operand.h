@@ -1,6 +1,6 @@
 // A tensor argument as the operators see it: name, shape, place, and the checks that name it when it does not fit.
 //
-// The checks of the compiled kernels live here and in bindings.cpp alone. They throw std::invalid_argument, which
+// The checks of the compiled kernels live here and in bindings/ alone. They throw std::invalid_argument, which
 // arrives in Python as ValueError, with the words that the operators' Python checks use: "NAME must WISH, was FACT".
 #pragma once
 

@@ -51,6 +51,8 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   table.check_rows();
   if (num_seqs > 1 && lens.strides()[0] != 1) fail("seq_lens", "have stride 1", std::to_string(lens.strides()[0]));
   if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
+  constexpr int64_t kMostSeqs = 65535;  // of a grid's third dimension
+  if (num_seqs > kMostSeqs) fail("q", "have 65535 sequences at most for the cuda provider", std::to_string(num_seqs));
   if (splits < 0) fail("splits", "be 0 (the provider's rule) or more", std::to_string(splits));
   Tensor out = empty_like(q);
   const int64_t lse_sizes[2] = {num_seqs, num_heads}, none[1] = {0};
@@ -72,8 +74,8 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.num_kv_heads = static_cast<int>(num_kv_heads);
   a.head_dim = static_cast<int>(head_dim);
   a.page_size = static_cast<int>(page_size);
-  a.window = static_cast<int>(window);
-  if (splits > 0) {  // the largest power of two that is not above it
+  a.window = static_cast<int>(window < INT32_MAX ? window : 0);  // a wider one hides nothing
+  if (splits > 0) {                                              // the largest power of two that is not above it
     a.splits = 1;
     while (a.splits < 16 && 2 * a.splits <= splits) a.splits *= 2;
   }

@@ -110,7 +110,8 @@ void add_product(const Operand& residual, const Tensor& residual_tensor, const O
   if (residual.numel() == 0) return;
   const Tensor out = as_matrix(residual, residual_tensor);
   if (bias || !residual.is_contiguous() || !residual.aligned(16) || !x.aligned(16) || out.size(0) <= kFewRows) {
-    const Tensor product = call("aten::linear", "", as_matrix(x, x_tensor), weight, bias);
+    const Tensor whole = call("aten::linear", "", x_tensor, weight, bias),
+                 product = as_matrix(Operand("x", whole), whole);
     AtenTensorHandle sum = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_add_Tensor(out.get(), product.get(), 1.0, &sum));
     TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), Tensor(sum).get(), 0));
@@ -132,7 +133,8 @@ void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& we
   weight.check_shape({residual.last_size(), x.last_size()});
   FewRowsLinear p = checked(x, weight, bias);
   residual.check_not_expanded();
-  residual.check_not_same_memory(x);
+  if (residual.data() == x.data() && x.numel() > 0)
+    fail("residual", "not be x, which is read meanwhile", "the same memory");
   const Rows rows = residual.as_rows();
   const DeviceGuard guard(x.device());
   if (!takes_few_rows(p)) {

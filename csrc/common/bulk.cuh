@@ -1,6 +1,7 @@
 // Bulk copies from global to shared memory: one lane asks for kilobytes, a barrier in shared memory tells when they
 // came.
 //
+// For Hopper and later; elsewhere the functions do nothing, and the host launches none of their kernels.
 // They need no registers for what is on its way, so a few warps keep as many bytes in flight as memory can serve.
 #pragma once
 
@@ -14,28 +15,37 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // For one arrival, of the lane that asks.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+#endif
 }
 
 // Barriers that were initialised are seen by the copy engine.
 __device__ __forceinline__ void fence_barriers() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+#endif
 }
 
 // 16 bytes' multiples at addresses of 16 bytes' multiples.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
+#endif
 }
 
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -45,6 +55,7 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+#endif
 }
 
 }  // namespace rooflight

@@ -37,7 +37,8 @@ class DeviceGuard {
 };
 
 struct Card {
-  int multiprocessors = 0, major = 0, shared = 0;  // shared: bytes of each multiprocessor
+  int multiprocessors = 0, major = 0;
+  int shared = 0, block_shared = 0;  // bytes of each multiprocessor, and of a block at most
 };
 
 // Facts of the current device, asked once for each.
@@ -49,6 +50,8 @@ inline const Card& card() {
   if (found.multiprocessors == 0) {
     int major = 0, count = 0, shared = 0;
     check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+          "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&found.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
           "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");

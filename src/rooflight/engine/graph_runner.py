@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,18 +93,11 @@ class GraphRunner(Runner):
 
     def launch(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
         if plan.needs_host:
-            return self._with_host(plan, sampling)
-        with torch.inference_mode():
-            if plan.is_decode:
+            return super().launch(plan, sampling)
+        with torch.inference_mode(), on_device(self.device):
+            if all(map(_decodes, plan.rows)):
                 return InFlight(self._ask_decode(plan, sampling), [plan.gets(row) for row in plan.rows])
             return self._ask_prompts(plan, sampling)
-
-    def _with_host(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
-        launch = super().launch(plan, sampling)
-        tokens, _ = launch.land()
-        for row, given in zip((row for row in plan.rows if row.samples), tokens, strict=True):
-            self.model.last_tokens[row.place] = given[-1]
-        return launch
 
     def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
         batch = self._decode[_fitting(self.buckets, len(plan.rows))]
@@ -128,8 +122,7 @@ class GraphRunner(Runner):
             batch = self._any_prompts
             size = _size_of(prompts, decodes)
             batch.write(prompts, decodes, sequences, size)
-            whole = len(rows) == 1 and rows[0].start == 0 and size.tokens >= LONG_PROMPT
-            batch.step(size, len(sequences), whole)
+            batch.step(size, len(sequences), self._is_long(rows))
         else:
             size = batch.room
             batch.write(prompts, decodes, sequences, size)
@@ -144,7 +137,7 @@ class GraphRunner(Runner):
         apart = _size_of(rows[:prompts], rows[prompts:])
         # A few sequences that decode can pass for prompts of one token.
         together = _size_of(rows, [])
-        if prompts == 1 and apart.tokens >= LONG_PROMPT and len(rows) == 1 and rows[0].start == 0:
+        if self._is_long(rows):
             return None, prompts
         for batch in self._prompts:
             if batch.room.holds(apart):
@@ -152,6 +145,12 @@ class GraphRunner(Runner):
             if batch.room.holds(together):
                 return batch, len(rows)
         return None, prompts
+
+    def _is_long(self, rows: Many[Row]) -> bool:
+        """One prompt alone that PyTorch's attention takes, whose kernels for half types are the fast ones."""
+        (first, *others) = rows
+        long = first.start == 0 and len(first.tokens) >= LONG_PROMPT
+        return long and not others and self.decoder.embed.dtype.itemsize == 2
 
     def _replay(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
@@ -163,7 +162,7 @@ class GraphRunner(Runner):
     def _capture_all(self) -> None:
         """Every graph there may be a use for; none is made while requests wait."""
         pool = torch.cuda.graph_pool_handle()
-        with torch.inference_mode(), torch.cuda.device(self.device):
+        with torch.inference_mode(), on_device(self.device):
             for prompt in reversed(self._prompts):
                 self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
             for rows, batch in reversed(self._decode.items()):
@@ -213,7 +212,13 @@ def _size_of(prompts: Many[Row], decodes: Many[Row]) -> PromptSize:
 
 
 def _decodes(row: Row) -> bool:
-    return row.start > 0 and len(row.tokens) == 1
+    """Not so a chunk of a prompt that happens to be one token: nothing is drawn for it."""
+    return row.start > 0 and len(row.tokens) == 1 and row.samples
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """With that GPU current, whichever is the caller's: graphs and events go by it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _fitting(sizes: Many[int], size: int) -> int:

@@ -49,7 +49,7 @@ def _sampling_columns(rows: int) -> Columns:
 
 
 def _write_sampling(host: dict[str, np.ndarray], sequences: Many[Sequence], num_tokens: Many[int]) -> None:
-    """Parameters of the rows that sample; those behind them stay as they were, and nobody looks at what they draw."""
+    """Parameters of the rows that sample. Those behind them are greedy, which is least work; nobody looks at them."""
     count = len(sequences)
     filters = [sequence.params.filters for sequence in sequences]
     for column, name in enumerate(("temperature", "top_p", "min_p", "top_k")):

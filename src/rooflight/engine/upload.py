@@ -57,7 +57,7 @@ class Upload:
         self._target.copy_(self._sources[self._turn], non_blocking=True)
         sent = self._sent[self._turn]
         if sent is not None:
-            sent.record()
+            sent.record(torch.cuda.current_stream(self._target.device))
 
 
 class Download:
@@ -70,6 +70,7 @@ class Download:
         pinned = device.type == "cuda"
         self._turns = [torch.zeros(steps, rows, dtype=torch.int64, pin_memory=pinned) for _ in range(TURNS)]
         self._events = [torch.cuda.Event() if pinned else None for _ in range(TURNS)]
+        self._device = device
         self._turn = 0
 
     def begin(self) -> torch.Tensor:
@@ -81,7 +82,7 @@ class Download:
         """All copies of this turn are asked for."""
         event = self._events[self._turn]
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
         return Arrival(self._turns[self._turn].numpy(), event)
 
 

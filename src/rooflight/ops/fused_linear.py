@@ -65,8 +65,9 @@ def linear_add_(
     *,
     backend: str | None = None,
 ) -> None:
-    """Add x @ weight^T + bias to residual (..., out_features), in place and rounded once.
+    """Add x @ weight^T + bias to residual (..., out_features), in place; residual and x are different memory.
 
+    Rounded once where the sum is in the product's epilogue, as on a GPU, else after the product and after the sum.
     x, weight, bias and what holds for them: as in `rms_norm_linear`.
     """
     LINEAR_ADD_.overload(x, backend)(residual, x, weight, bias)
