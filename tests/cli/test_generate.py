@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from rooflight.models import load as load_module
 from tests.cli.running import invoke, refused
 from tests.cli.speller import LETTERS, spell
 
@@ -151,6 +155,36 @@ def test_refuses_models_that_do_not_exist_or_take_no_text(tmp_path: Path, spelle
     assert "dtype must be auto, fp32, bf16, fp16" in refused("generate", "hi", "-m", speller, "--dtype", "int4")
     assert "device must be one" in refused("generate", "hi", "-m", speller, "--device", "abacus")
     assert "max_model_len must be from 1 to" in refused("generate", "hi", "-m", speller, "--max-model-len", "9000")
+
+
+def test_br_071_refuses_gpus_that_are_missing_too_old_or_too_small(
+    speller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch, "empty", _no_driver)
+    line = "device must be one that this machine has (cpu), was 'cuda' (Found no NVIDIA driver on your system)"
+    assert refused("generate", "hi", "-m", speller, "--device", "cuda") == line
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: "Tesla T4")
+    line = "device must be cpu or a GPU of compute capability 8.0 or later, was 'cuda', Tesla T4, of 7.5"
+    assert refused("generate", "hi", "-m", speller, "--device", "cuda") == line
+    monkeypatch.undo()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
+
+    monkeypatch.setattr(load_module, "Decoder", full)
+    line = refused("generate", "hi", "-m", speller, "--device", "cpu")
+    assert re.fullmatch(
+        r"model must be smaller, or its dtype: 0\.00 GB of weights do not fit on cpu "
+        r"\(CUDA out of memory\. Tried to allocate 2\.00 GiB\)",
+        line,
+    )
+
+
+def _no_driver(*_: Any, **__: Any) -> None:
+    raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU\nand more")
 
 
 def test_refuses_damaged_files(tmp_path: Path) -> None:

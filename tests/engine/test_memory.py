@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rooflight import LLM
+from rooflight.engine import llm as llm_module
 from rooflight.engine import memory
 from rooflight.engine.memory import CachePlan, plan_cache
 from rooflight.models.load import load_config
@@ -62,6 +63,38 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_numbers(monkeypatch: pyt
     assert plan(num_pages=549).bytes <= 9_000_000
     with pytest.raises(ValueError, match=r"550 pages of 16 tokens takes 0\.01 GB, 0\.01 GB are free on cpu"):
         plan(num_pages=550)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_br_071_too_little_memory_for_the_steps_is_one_message(monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+    """Also where the end of a capture fails over it with an error of its own."""
+
+    def fail(*_: Any) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total …")
+        except torch.OutOfMemoryError:
+            if hidden:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from None
+            raise
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3_000_000_000)
+    monkeypatch.setattr(llm_module, "Runner", fail)
+    message = (
+        r"^num_pages, max_num_seqs or max_num_batched_tokens must be smaller: of 3\.00 GB that were free on cpu the KV "
+        r"cache takes 0\.10 GB, and the rest is too little for the steps "
+        r"\(CUDA out of memory\. Tried to allocate 20\.00 MiB\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        LLM("random:tiny", num_pages=6000)
+
+
+def test_other_errors_of_the_start_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(llm_module, "Runner", fail)
+    with pytest.raises(RuntimeError, match=r"^an illegal memory access was encountered$"):
+        LLM("random:tiny")
 
 
 def test_free_memory_of_this_machine_is_a_positive_number() -> None:

@@ -73,7 +73,7 @@ def test_a_device_that_cannot_be_used_is_refused_before_anything_is_opened(devic
 
 
 def test_quantised_files_are_bf16_away_from_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "_check_device", torch.device)  # lets the meta device stand for a GPU
+    monkeypatch.setattr(load_module, "check_device", torch.device)  # lets the meta device stand for a GPU
     model = tiny.reference_model("qwen3")
     path = tiny.write_gguf(model, tmp_path / "model.gguf", "Q8_0")
     assert load_model(path).config.dtype == torch.float32

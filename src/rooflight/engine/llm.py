@@ -15,7 +15,7 @@ import torch
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import MOST_STEPS, GraphRunner
 from rooflight.engine.kv_cache import KVCache
-from rooflight.engine.memory import plan_cache, working_bytes
+from rooflight.engine.memory import plan_cache, starting, working_bytes
 from rooflight.engine.outputs import Chunk, Completion
 from rooflight.engine.params import SamplingParams, whole
 from rooflight.engine.request import Request
@@ -46,7 +46,8 @@ class LLM:
     skip_tokenizer: prompts are token ids only, and the model need not have a tokenizer.
     On a CPU the weights are packed for its matrix library: `decoder` then runs, but cannot be moved or saved.
     progress: called with (bytes loaded, bytes in all). `start_seconds` says afterwards what took how long.
-    Raises ValueError for arguments and files that are wrong, FileNotFoundError for a folder without tokenizer.json.
+    Raises ValueError for arguments and files that are wrong and for a device with too little memory, FileNotFoundError
+    for a folder without tokenizer.json.
     """
 
     def __init__(
@@ -99,15 +100,16 @@ class LLM:
             working=working_bytes(self.config, kv_dtype, max_num_seqs, most_tokens) if on_gpu else 0,
         )
         self.max_model_len = plan.max_model_len
-        cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, place)
-        self.start_seconds["KV cache"] = time.perf_counter() - begin
         most_seqs = min(max_num_seqs, most_tokens)
         self.graph_buckets: tuple[int, ...] = ()
-        runner = Runner(self.decoder, cache, plan.max_model_len)
-        if on_gpu:
-            ahead = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens, graphs, steps)
-            runner, self.graph_buckets = ahead, tuple(ahead.buckets) if graphs else ()
-            self.start_seconds |= ahead.seconds
+        with starting(plan, place):
+            cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, place)
+            self.start_seconds["KV cache"] = time.perf_counter() - begin
+            runner = Runner(self.decoder, cache, plan.max_model_len)
+            if on_gpu:
+                ahead = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens, graphs, steps)
+                runner, self.graph_buckets = ahead, tuple(ahead.buckets) if graphs else ()
+                self.start_seconds |= ahead.seconds
         scheduler = Scheduler(plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(runner, scheduler, self.tokenizer, ends)

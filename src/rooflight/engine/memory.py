@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from rooflight.engine.params import whole
 from rooflight.models.config import ModelConfig
+from rooflight.models.device import refusing
 
 CPU_CONTEXT = 8192  # a longer default context would reserve gigabytes nobody asked for
 SHARE = 0.9  # of the memory that is free after the weights
@@ -91,3 +93,12 @@ def plan_cache(
             f"{need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on {device}" + beside
         )
     return CachePlan(max_model_len, num_pages, page_size, need)
+
+
+def starting(plan: CachePlan, device: torch.device) -> AbstractContextManager[None]:
+    """Around making the cache and the steps: what `plan_cache` only estimates may turn out too little."""
+    free = free_bytes(device)
+    return refusing(
+        f"num_pages, max_num_seqs or max_num_batched_tokens must be smaller: of {free / 1e9:.2f} GB that were free on "
+        f"{device} the KV cache takes {plan.bytes / 1e9:.2f} GB, and the rest is too little for the steps"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rooflight.models.checkpoint.safetensors_files import SafetensorsCheckpoint
 from rooflight.models.communicator import Communicator
 from rooflight.models.config import ModelConfig
 from rooflight.models.decoder import Decoder
+from rooflight.models.device import check_device, refusing
 from rooflight.models.hf_config import config_dtype, from_hf_config
 from rooflight.models.sources import Kind, resolve
 from rooflight.models.weights import (
@@ -91,10 +91,10 @@ def load_model(
         FP32 on the CPU and BF16 elsewhere.
     progress: called with (bytes read, bytes in all) after each tensor.
 
-    ValueError for an unknown dtype or device, before anything is opened; CheckpointError (a ValueError), naming
-    file and tensor, for anything wrong with the model's files.
+    ValueError for an unknown dtype or device, before anything is opened, and for weights that do not fit into the
+    device's memory; CheckpointError (a ValueError), naming file and tensor, for anything wrong with the model's files.
     """
-    wanted, place = _check_dtype(dtype), _check_device(device)
+    wanted, place = _check_dtype(dtype), check_device(device)
     found = resolve(source)
     if found.kind is Kind.RANDOM:
         opened = _open_random(found.name)
@@ -108,9 +108,9 @@ def load_model(
             wanted = torch.bfloat16
     check_tensors(opened.checkpoint, opened.targets, opened.ignored)  # before memory is taken
     config = replace(opened.config, dtype=wanted)
-    decoder = Decoder(config, communicator, device=place)
-    parameters = dict(decoder.named_parameters())
-    load_weights(parameters, opened.checkpoint, opened.targets, progress)
+    with refusing(_too_large(config, place)):
+        decoder = Decoder(config, communicator, device=place)
+        load_weights(dict(decoder.named_parameters()), opened.checkpoint, opened.targets, progress)
     return LoadedModel(decoder.eval(), config, found.name, opened.tokenizer_files)
 
 
@@ -124,19 +124,10 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a floating torch.dtype, was {dtype!r}")
 
 
-def _check_device(device: str | torch.device) -> torch.device:
-    """The device, if operators run on it; ValueError with the choices of this machine if not."""
-    place, reason = None, ""
-    with suppress(RuntimeError, TypeError):  # no device by that name
-        place = torch.device(device)
-    if place is not None and place.type in ("cpu", "cuda"):
-        try:
-            torch.empty(0, device=place)
-            return place
-        except (RuntimeError, AssertionError) as error:  # the latter from a build of torch without CUDA
-            reason = f" ({str(error).splitlines()[0].split('. ')[0]})"
-    choices = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
-    raise ValueError(f"device must be one that this machine has ({choices}), was {str(device)!r}{reason}")
+def _too_large(config: ModelConfig, place: torch.device) -> str:
+    need = config.num_parameters() * config.dtype.itemsize
+    room = f", where {torch.cuda.mem_get_info(place)[0] / 1e9:.2f} GB were free" if place.type == "cuda" else ""
+    return f"model must be smaller, or its dtype: {need / 1e9:.2f} GB of weights do not fit on {place}{room}"
 
 
 def _open_random(name: str) -> _Opened:
