@@ -240,3 +240,33 @@ def test_nothing_is_allocated_and_nobody_waits_while_decoding(folder: Path) -> N
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize(("room", "lengths"), [(1, (5,)), (4, (3, 3, 3, 9)), (16, (2,) * 15 + (7,))])
+def test_chunks_of_one_token(plain: LLM, folder: Path, room: int, lengths: tuple[int, ...]) -> None:
+    """Steps with room for one more token: a prompt's chunk beside sequences that decode draws nothing."""
+    llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, device="cpu", max_num_batched_tokens=room)
+    old = llm.engine
+    runner = GraphRunner(llm.decoder, old.runner.cache, 200, min(16, room), room, graphs=False)
+    scheduler = Scheduler(400, 4, min(16, room), room, False, runner.most_steps)
+    llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
+    prompts = [prompt_ids(length, seed=place) for place, length in enumerate(lengths)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [c.token_ids for c in plain.generate(prompts, params)]
+    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    assert_idle(llm)
+
+
+@pytest.mark.gpu(count=2)
+def test_a_model_on_the_second_gpu(plain: LLM, folder: Path) -> None:
+    """Everything is on cuda:1 while cuda:0 is current."""
+    llm = build(folder, device="cuda:1", dtype="fp32", max_num_seqs=16, max_num_batched_tokens=64)
+    prompts, options = mixed(5)
+    torch.cuda.set_device(0)
+    first = [c.token_ids for c in llm.generate(prompts, options)]
+    assert first == [c.token_ids for c in llm.generate(prompts, options)]
+    assert torch.cuda.current_device() == 0
+    assert all(len(tokens) == option.max_tokens for tokens, option in zip(first, options, strict=True))
+    greedy = [place for place, option in enumerate(options) if option.temperature == 0]
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [first[place] for place in greedy] == [expected[place] for place in greedy]

@@ -15,19 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rooflight.ops import checks
 from rooflight.ops.contract import Args, Cost, Make, define
 from rooflight.ops.paged_attention import ATTENTION_TOLERANCE, attention_cost, compose, paged_inputs
 
-# cuDNN's is the fastest on Hopper and later; where it does not take the tensors the next one does.
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 PLANNED = 1024  # tokens: prompts are filled up to a multiple
 
 
@@ -83,7 +75,11 @@ def _reference(
         q = torch.cat((q, q.new_zeros(room - tokens, *q.shape[1:])))
     pages = block_table[0, : -(-tokens // k_cache.shape[2])]
     k, v = (_side_by_side(cache, pages, tokens, room) for cache in (k_cache, v_cache))
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # here: it brings Triton along
+
+    # cuDNN's is the fastest on Hopper and later; where it does not take the tensors the next one does.
+    kinds = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    with sdpa_kernel(list(kinds), set_priority=True):
         heads = q.transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(heads, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)[:tokens].contiguous()
