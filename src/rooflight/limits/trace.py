@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from rooflight import ops
 from rooflight.models.communicator import SingleRank
@@ -153,6 +152,8 @@ def _pytorch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     if name.startswith("index"):  # reads what it takes
         sizes[0] = min(sizes[0], written)
     flops = 0
+    from torch.utils.flop_counter import flop_registry  # here: it brings Triton along
+
     if func._overloadpacket in flop_registry:
         flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
     cost = Cost(sum(sizes), written, flops, unit="tensor" if flops else "fp32")
