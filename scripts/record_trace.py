@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rooflight.bench.environment import describe, describe_gpu, version
+from rooflight.bench.peers.hf_config import hf_config
 from rooflight.models.config import ModelConfig
 from rooflight.models.load import load_config
 
@@ -29,17 +30,9 @@ PROMPT, WARM_UPS, TIMED = 32, 8, 32
 
 def model_of(config: ModelConfig, device: str) -> PreTrainedModel:
     """transformers' model of the same shapes."""
-    common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    common = hf_config(config, dtype)
+    torch.set_default_dtype(dtype)
     with torch.device(device):
         if config.qk_norm:
             return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
