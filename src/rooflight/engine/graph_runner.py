@@ -35,9 +35,17 @@ from rooflight.models.recipe import Recipe
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 # Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
 # sequences that decode.
-PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024))
+PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024, 2048, 4096))
 MIXED_SIZES = tuple(
-    PromptSize(*size) for size in ((256, 16, 32), (1024, 32, 64), (2048, 64, 256), (8192, 128, 256), (8192, 128, 1024))
+    PromptSize(*size)
+    for size in (
+        (256, 16, 32),
+        (1024, 32, 64),
+        (2048, 64, 256),
+        (4096, 64, 256),
+        (8192, 128, 256),
+        (8192, 128, 1024),
+    )
 )
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
