@@ -159,14 +159,15 @@ def test_end_tokens_in_the_middle_of_a_launch(plain: LLM, ahead: LLM) -> None:
     assert_idle(ahead)
 
 
-def test_a_page_is_never_written_by_who_does_not_own_it(folder: Path) -> None:
+def test_a_page_is_never_written_by_who_does_not_own_it(plain: LLM, folder: Path) -> None:
     """BR-068: three and five requests in batches of four and eight; every other byte of the cache is as before."""
     llm = build(folder, device="cpu", prefix_cache=False)
     runner = llm.engine.runner
     for count in (3, 5):
         runner.cache.data.fill_(float("nan"))
         prompts, options = mixed(count)
-        llm.generate(prompts, options)
+        expected = [c.token_ids for c in plain.generate(prompts, options)]
+        assert [c.token_ids for c in llm.generate(prompts, options)] == expected
         taken = sum(-(-(len(p) + o.max_tokens - 1) // 4) for p, o in zip(prompts, options, strict=True))
         written = ~runner.cache.data.isnan().all(-1).all(-1).all(-1)  # (layers, 2, pages)
         assert int(written.any(0).any(0).sum()) <= taken

@@ -30,6 +30,7 @@ OF = {
     name: f"ops/test_{name}.py"
     for name in ("attention", "layer_norm", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
 }
+GRAPHS = "engine/test_graph_runner.py"
 VALUES, LAYOUTS, GRADIENTS, MUTATION, ERRORS, COST = (
     f"contract/test_{name}.py" for name in ("values", "layouts", "gradients", "mutation", "errors", "cost")
 )
@@ -349,5 +350,36 @@ MUTANTS = [
         "a tensor is counted that the operator does not move",
         NORM, "Cost(2 * row + weight", "Cost(3 * row + weight",
         COST, "hand_count and fused_add_rms_norm",
+    ),
+    # The runtime of a GPU, and what it is made of
+    Mutant(
+        "padded rows of a graph write to the first slot",
+        "engine/static_batch.py", "starts % size, -1),", "starts % size, 0),",
+        GRAPHS, "never_written",
+    ),
+    Mutant(
+        "a prompt's chunk of one token is drawn for",
+        "engine/graph_runner.py", "len(row.tokens) == 1 and row.samples", "len(row.tokens) == 1",
+        GRAPHS, "chunks_of_one and 4",
+    ),
+    Mutant(
+        "tokens of a mixed step in the order of its columns",
+        "engine/graph_runner.py", "[columns[index] for index in drawing]", "list(columns.values())",
+        GRAPHS, "beside_prompts",
+    ),
+    Mutant(
+        "a sequence moves on at its limit",
+        "ops/advance.py", "(tokens >= 0) & (positions + 1 < limits)", "(tokens >= 0) & (positions + 1 <= limits)",
+        "ops/test_advance.py", "stands_still_at",
+    ),
+    Mutant(
+        "a tile's mask one key too long",
+        "kernels/triton/attend.py", "(key[None, :] <= position[:, None])", "(key[None, :] <= position[:, None] + 1)",
+        "kernels/test_triton_attention.py", "end_at_a_border",
+    ),
+    Mutant(
+        "a whole prompt without its mask",
+        "ops/prompt_attention.py", "is_causal=True", "is_causal=False",
+        VALUES, "sweep and prompt_attention and float32 and 33",
     ),
 ]  # fmt: skip
