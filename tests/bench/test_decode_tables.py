@@ -39,8 +39,8 @@ MODEL = "random:qwen3-0.6b"
 
 
 def test_without_results_there_is_no_table(tables: Any) -> None:
-    assert tables.TABLES.keys() == {"decode-requests", "decode-throughput"}
-    assert [table() for table in tables.TABLES.values()] == ["", ""]
+    assert tables.TABLES.keys() == {"decode-requests", "decode-throughput", "decode-walls"}
+    assert [table() for table in tables.TABLES.values()] == ["", "", ""]
 
 
 def test_requests(tables: Any, tmp_path: Path) -> None:
@@ -67,6 +67,25 @@ def test_requests(tables: Any, tmp_path: Path) -> None:
     assert "commit abc, 2026-12-01. Ceilings: a test's." in text
     assert "- rooflight 9.9, bf16, context 1,152, of 16 tokens" in lines
     assert "- transformers: not installed" in lines
+
+
+def test_walls_by_hand(tables: Any, tmp_path: Path) -> None:
+    """1,192,099,840 bytes of weights and 114,688 for a token of the context at 4 TB/s; the head is 311,164,928."""
+    start: Any = FakeEngines(speed={"vllm": 2.0})
+    setup = RequestSetup(MODEL, ("vllm",), ("bf16", "fp16"), (32, 1024), 128, rounds=1, device="cuda")
+    report = request.run(setup, start=start)
+    results.write(tmp_path, "request", report.as_data())
+    lines = tables.wall_table().splitlines()
+    rows = [line for line in lines if line.startswith("| 1,024 ")]
+    token = report.rows[2].per_token_ms.median
+    keys = (1024 + 64.5) * 114_688 / 4e12 * 1e3
+    assert len(rows) == 1  # ours, once
+    assert rows[0] == (
+        f"| 1,024 | 0.298 | {keys:.3f} | 9% | {token:.3f} | {(0.29802496 + keys) / token:.0%} "
+        f"| {token / (token - 311_164_928 / 2 / 4e12 * 1e3):.2f}x |"
+    )
+    assert "Weights: 1,192.1 MB a token, the head 311.2 of them" in lines[-1]
+    assert "they pass the weights at 10,394 tokens" in lines[-1]
 
 
 def test_throughput(tables: Any, tmp_path: Path) -> None:
