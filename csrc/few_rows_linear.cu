@@ -6,7 +6,7 @@
 // them into shared memory, asked for before earlier kernels have ended, since weights never depend on them. So the
 // stream goes on across launches: what is on its way costs no registers, and a block leaves room for the next kernel's.
 // The arithmetic is done by the tensor cores with the weight as the left operand and the rows of x as its 8 columns: on
-// CUDA cores the conversions alone would take half as long as the stream (docs/lab). Which k stands where in a tile is
+// CUDA cores the arithmetic takes two thirds as long as the stream (docs/lab). Which k stands where in a tile is
 // free as long as both operands agree, so that a lane's 16 bytes are two tiles' worth.
 // A row's sum of squares is applied at the end, where it costs no wait of its own.
 #include <type_traits>

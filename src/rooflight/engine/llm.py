@@ -105,11 +105,13 @@ class LLM:
         with starting(plan, place):
             cache = KVCache(self.config, plan.num_pages, page_size, kv_dtype, place)
             self.start_seconds["KV cache"] = time.perf_counter() - begin
-            runner = Runner(self.decoder, cache, plan.max_model_len)
+            runner: Runner
             if on_gpu:
-                ahead = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens, graphs, steps)
-                runner, self.graph_buckets = ahead, tuple(ahead.buckets) if graphs else ()
-                self.start_seconds |= ahead.seconds
+                runner = GraphRunner(self.decoder, cache, plan.max_model_len, most_seqs, most_tokens, graphs, steps)
+                self.graph_buckets = tuple(runner.buckets) if graphs else ()
+                self.start_seconds |= runner.seconds
+            else:
+                runner = Runner(self.decoder, cache, plan.max_model_len)
         scheduler = Scheduler(plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps)
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(runner, scheduler, self.tokenizer, ends)

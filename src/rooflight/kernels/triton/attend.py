@@ -9,8 +9,16 @@ tile, so that a row has the same bits whole and in chunks.
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+
+from rooflight.kernels.triton.rows import check_dtype, check_last_dimension
+
+LOG2_E = math.log2(math.e)
+MOST_HEADS = 128  # of one KV head: a token's heads must fit into a tile
 
 
 # Sizes of a head and a page are few in a process; the rest of the arguments vary at run time and are no constants.
@@ -75,3 +83,14 @@ def finish(acc, total, peak):
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(divisor)) * 0.6931471805599453)
     return acc / divisor[:, None], lse
+
+
+def checked_group(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor) -> int:
+    """Query heads of a KV head; ValueError for what the kernels cannot read."""
+    check_dtype("q", q)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        check_last_dimension(name, tensor)
+    group = q.shape[1] // k_cache.shape[1]
+    if group > MOST_HEADS:
+        raise ValueError(f"q must have at most {MOST_HEADS} heads a KV head for the triton provider, was {group}")
+    return group

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rooflight.kernels.triton.attend import attend, finish
-from rooflight.kernels.triton.prefill_attention import LOG2_E, MOST_HEADS
-from rooflight.kernels.triton.rows import check_dtype, check_last_dimension, multiprocessors
+from rooflight.kernels.triton.attend import LOG2_E, attend, checked_group, finish
+from rooflight.kernels.triton.rows import multiprocessors
 from rooflight.ops.paged_attention import empty_result, no_lse
 
 MOST_SPLITS = 64  # parts of a sequence
@@ -154,14 +153,9 @@ def decode_attention(
     return_lse: bool,
     splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_dtype("q", q)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        check_last_dimension(name, tensor)
+    group = checked_group(q, k_cache, v_cache, block_table)
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    if group > MOST_HEADS:
-        raise ValueError(f"q must have at most {MOST_HEADS} heads a KV head for the triton provider, was {group}")
     if q.numel() == 0:  # an empty grid is a launch error
         return empty_result(q, return_lse)
     out = q.new_empty(q.shape)

@@ -16,11 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from rooflight.kernels.triton.attend import attend, finish
-from rooflight.kernels.triton.rows import check_dtype, check_last_dimension, multiprocessors
+from rooflight.kernels.triton.attend import LOG2_E, attend, checked_group, finish
+from rooflight.kernels.triton.rows import multiprocessors
 from rooflight.ops.paged_attention import empty_result, no_lse
 
-LOG2_E = 1.4426950408889634
 # What differs from step to step makes no new kernel, the alignment of a part of the runner's buffers included.
 SCALARS = ["num_tokens", "num_seqs", "window", "scale", "sign"]
 VARYING = [*SCALARS, "table_ptr", "starts_ptr", "lens_ptr", "table_stride", "starts_stride", "lens_stride"]
@@ -111,7 +110,6 @@ class Tile(NamedTuple):
     stages: int
 
 
-MOST_HEADS = 128  # of one KV head: a token's heads must fit into a tile
 INTERPRETED = Tile(32, 32, 4, 1)  # small, so that small inputs have several tiles
 
 
@@ -145,14 +143,9 @@ def prefill_attention(
     window: int,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_dtype("q", q)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        check_last_dimension(name, tensor)
-    num_tokens, num_heads, head_dim = q.shape
+    group = checked_group(q, k_cache, v_cache, block_table)
+    num_tokens, _, head_dim = q.shape
     num_kv_heads, page_size = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    if group > MOST_HEADS:
-        raise ValueError(f"q must have at most {MOST_HEADS} heads a KV head for the triton provider, was {group}")
     if q.numel() == 0:  # an empty grid is a launch error
         return empty_result(q, return_lse)
     out = q.new_empty(q.shape)
