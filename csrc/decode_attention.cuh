@@ -1,4 +1,4 @@
-// What the kernels of decode attention share: how a lane's part of a head is laid out, and how parts of a softmax meet.
+// What the kernels of decode attention share: which keys a block has, and how parts of a softmax meet.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -11,29 +11,6 @@ namespace rooflight {
 
 constexpr int kLeastPart = 64;  // keys a block should have before another one is asked to help
 constexpr unsigned kAll = 0xffffffffu;
-
-// G query heads of one KV head go through a warp together; kLanes lanes share a token, kSide tokens stand side by side.
-template <typename T, int D, int G>
-struct Layout {
-  static constexpr int kElements = 16 / sizeof(T);  // of one load
-  static constexpr int kChunks = D / kElements;     // loads of a token
-  static constexpr int chunks_a_lane() {
-    int chunks = 32 / (G * kElements);  // 32 accumulators a lane, or more if one load is already more
-    chunks = chunks < 1 ? 1 : chunks > 4 ? 4 : chunks;
-    while ((kChunks + chunks - 1) / chunks > 32) chunks *= 2;
-    return chunks;
-  }
-  static constexpr int lanes() {
-    int lanes = 1;
-    while (lanes * chunks_a_lane() < kChunks) lanes *= 2;
-    return lanes;
-  }
-  static constexpr int kLanes = lanes();
-  static constexpr int kOwn = (kChunks + kLanes - 1) / kLanes;  // loads of a lane for a token
-  static constexpr int kSide = 32 / kLanes;
-  static constexpr int kValues = kOwn * kElements;  // of a head that a lane has
-  static constexpr bool kFull = kChunks % kLanes == 0;
-};
 
 __device__ __forceinline__ float weight_of(float score, float peak) {
   return peak == -INFINITY ? (score == -INFINITY ? 0.0f : score) : exp2f(score - peak);  // NaN goes on
@@ -55,43 +32,6 @@ __device__ __forceinline__ Part part_of(int start, int length, int turn, int ind
   const int begin = start + index * size;
   return {begin, min(length, begin + size), count};
 }
-
-// What a warp has of G heads after its last key.
-template <int G, int VALUES>
-struct State {
-  float peak[G], sum[G], out[G][VALUES];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int g = 0; g < G; ++g) {
-      peak[g] = -INFINITY;
-      sum[g] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < VALUES; ++j) out[g][j] = 0.0f;
-    }
-  }
-
-  // Scores become weights relative to the highest so far, and what is there is put in relation to it.
-  template <int N>
-  __device__ __forceinline__ void weigh(float (&scores)[N][G]) {
-#pragma unroll
-    for (int g = 0; g < G; ++g) {
-      float highest = peak[g];
-#pragma unroll
-      for (int u = 0; u < N; ++u) highest = fmaxf(highest, scores[u][g]);
-      const float kept = share(peak[g], highest);
-      peak[g] = highest;
-      sum[g] *= kept;
-#pragma unroll
-      for (int j = 0; j < VALUES; ++j) out[g][j] *= kept;
-#pragma unroll
-      for (int u = 0; u < N; ++u) {
-        scores[u][g] = weight_of(scores[u][g], highest);
-        sum[g] += scores[u][g];
-      }
-    }
-  }
-};
 
 // Shared memory of a block in which its warps meet.
 template <int WARPS, int G, int D>
@@ -162,5 +102,9 @@ __device__ __forceinline__ void finish(const DecodeAttention& a, Meeting<WARPS, 
   }
 #endif
 }
+
+// The plain kernel, which decode_attention_plain.cu has for every type and head.
+template <typename T, int D>
+void launch_plain_decode_attention(const DecodeAttention& a, cudaStream_t stream);
 
 }  // namespace rooflight
