@@ -22,6 +22,7 @@ from rooflight.ops.paged_attention import empty_result, no_lse
 
 # What differs from step to step makes no new kernel, the alignment of a part of the runner's buffers included.
 SCALARS = ["num_tokens", "num_seqs", "window", "scale", "sign"]
+SEARCH = tl.constexpr(128)  # sequences looked at together
 VARYING = [*SCALARS, "table_ptr", "starts_ptr", "lens_ptr", "table_stride", "starts_stride", "lens_stride"]
 
 
@@ -38,15 +39,13 @@ def _prefill(
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt, which see most keys, go first
     tile = program // KV_HEADS
     kv_head = (program % KV_HEADS).to(tl.int64)
-    # The largest sequence whose first tile is not behind this one; number num_seqs stands for the tokens after all.
-    seq = 0
-    beyond = num_seqs + 1
-    while beyond - seq > 1:
-        middle = (seq + beyond) // 2
-        if tl.load(starts_ptr + middle * starts_stride) // TOKENS + middle <= tile:
-            seq = middle
-        else:
-            beyond = middle
+    # The last sequence whose first tile is not behind this one; number num_seqs stands for the tokens after all. Counted,
+    # since loads that wait for each other, as a search by halves has them, took a sixth of the time of short prompts.
+    seq = -1
+    for begin in range(0, num_seqs + 1, SEARCH):
+        index = begin + tl.arange(0, SEARCH)
+        tiles = tl.load(starts_ptr + index * starts_stride, mask=index <= num_seqs, other=1 << 30) // TOKENS + index
+        seq += tl.sum((tiles <= tile).to(tl.int32), 0)
     start = tl.load(starts_ptr + seq * starts_stride)
     stop = tl.load(starts_ptr + (seq + 1) * starts_stride, mask=seq < num_seqs, other=num_tokens)
     first = (tile - start // TOKENS - seq) * TOKENS  # token of the sequence's new ones
@@ -120,14 +119,15 @@ def _tile(q: torch.Tensor, num_kv_heads: int, num_seqs: int) -> Tile:
     num_tokens, num_heads, head_dim = q.shape
     if q.element_size() == 4:  # products in FP32 take no matrix unit: correct, not fast
         return Tile(16, 16, 4, 1)
-    keys = 64 if head_dim <= 128 else 32
-    # Half the rows a tile while that fills the multiprocessors. Both take the same instructions, row by row.
-    if num_tokens * num_heads // 128 < multiprocessors(q.device.index):
-        return Tile(64, keys, 4, 3)
-    # The largest tile reads keys least often, where a prompt is long enough for it.
-    if head_dim <= 128 and num_seqs <= 2 and num_tokens * num_heads // 256 >= 3 * multiprocessors(q.device.index):
-        return Tile(256, keys, 8, 3)
-    return Tile(128, keys, 8, 3)
+    keys, count = 64 if head_dim <= 128 else 32, multiprocessors(q.device.index)
+    tiles = num_tokens * num_heads // 128
+    # The largest tile reads keys least often, where prompts are long enough for it. All take the same instructions, row
+    # by row. Two stages and few warps: two or three programs on a multiprocessor hide what one waits for.
+    if head_dim <= 128 and num_seqs <= 8 and tiles // 2 >= 15 * count // 8:
+        return Tile(256, keys, 8, 2)
+    if 2 * tiles < 9 * count:
+        return Tile(64, keys, 4, 2)
+    return Tile(128, keys, 4 if head_dim <= 128 else 8, 2)
 
 
 def prefill_attention(
