@@ -9,8 +9,7 @@ constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads) advance_decode(AdvanceDecode s) {
   const int row = blockIdx.x * kThreads + threadIdx.x;
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
+  wait_for_earlier_kernels();  // attention reads lengths before it waits: nothing starts before they are written
   if (row >= s.num_seqs) return;
   const int64_t token = s.tokens[row], place = s.places[row], position = s.positions[row] + 1;
   s.history[row] = token;

@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_attention_plain(DecodeAtte
       if (side == 0 && d < D) meeting.outs[warp][g][d] = value;
     }
   }
-  finish<T, D, G, kWarps, false>(a, meeting, sequence, first, heads, 1);
+  __syncthreads();
+  finish_alone<T, D>(a, meeting, sequence, first, heads);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "bindings/common.h"
 #include "decode_attention.h"
+#include "qk_norm_rope_attention.h"
 #include "qk_norm_rope_cache.h"
 
 namespace rooflight {
@@ -18,12 +19,9 @@ CacheStrides check_cache(const Operand& cache, const Operand& first, int64_t num
   return {cache.strides()[0], cache.strides()[1], cache.strides()[2]};
 }
 
-std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
-                                            const Tensor& table_tensor, const Tensor& lens_tensor,
-                                            int64_t /* max_seq_len */, double scale, int64_t window, bool return_lse,
-                                            int64_t splits) {
-  const Operand q("q", q_tensor), k_cache("k_cache", k_tensor), v_cache("v_cache", v_tensor);
-  const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cache, const Operand& v_cache,
+                                         const Operand& table, const Operand& lens, double scale, int64_t window,
+                                         int64_t splits) {
   DecodeAttention a;
   a.dtype = q.check_values();
   q.check_shape({-1, -1, -1});
@@ -54,17 +52,11 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   constexpr int64_t kMostSeqs = 65535;  // of a grid's third dimension
   if (num_seqs > kMostSeqs) fail("q", "have 65535 sequences at most for the cuda provider", std::to_string(num_seqs));
   if (splits < 0) fail("splits", "be 0 (the provider's rule) or more", std::to_string(splits));
-  Tensor out = empty_like(q);
-  const int64_t lse_sizes[2] = {num_seqs, num_heads}, none[1] = {0};
-  Tensor lse =
-      return_lse ? empty(lse_sizes, 2, ScalarType::Float, q.device()) : empty(none, 1, ScalarType::Float, q.device());
   a.q = q.data();
   a.k_cache = k_cache.data();
   a.v_cache = v_cache.data();
   a.block_table = static_cast<const int*>(table.data());
   a.seq_lens = static_cast<const int*>(lens.data());
-  a.out = out.data_ptr();
-  a.lse = return_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
   a.q_stride = q.strides()[0];
   a.q_head_stride = q.strides()[1];
   a.table_stride = table.strides()[0];
@@ -79,6 +71,22 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
     a.splits = 1;
     while (a.splits < 16 && 2 * a.splits <= splits) a.splits *= 2;
   }
+  return a;
+}
+
+std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                                            const Tensor& table_tensor, const Tensor& lens_tensor,
+                                            int64_t /* max_seq_len */, double scale, int64_t window, bool return_lse,
+                                            int64_t splits) {
+  const Operand q("q", q_tensor), k_cache("k_cache", k_tensor), v_cache("v_cache", v_tensor);
+  const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+  DecodeAttention a = checked_decode_attention(q, k_cache, v_cache, table, lens, scale, window, splits);
+  Tensor out = empty_like(q);
+  const int64_t lse_sizes[2] = {a.num_seqs, a.num_heads}, none[1] = {0};
+  Tensor lse =
+      return_lse ? empty(lse_sizes, 2, ScalarType::Float, q.device()) : empty(none, 1, ScalarType::Float, q.device());
+  a.out = out.data_ptr();
+  a.lse = return_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
   return {out, lse};
@@ -89,13 +97,11 @@ Heads heads_of(const Operand& operand) {
   return {operand.data(), operand.strides()[0], operand.strides()[1], static_cast<int>(operand.sizes()[1])};
 }
 
-void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
-                        const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
-                        const Tensor& cos_sin_tensor, const Tensor& positions_tensor, const Tensor& slots_tensor,
-                        Tensor k_cache_tensor, Tensor v_cache_tensor, double eps, bool interleaved) {
-  const Operand q("q", q_tensor), k("k", k_tensor), v("v", v_tensor);
-  const Operand cos_sin("cos_sin", cos_sin_tensor), positions("positions", positions_tensor);
-  const Operand slots("slots", slots_tensor), k_cache("k_cache", k_cache_tensor), v_cache("v_cache", v_cache_tensor);
+QkNormRopeCache checked_qk_norm_rope_cache(const Operand& q, const Operand& k, const Operand& v,
+                                           const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                                           const Operand& cos_sin, const Operand& positions, const Operand& slots,
+                                           const Operand& k_cache, const Operand& v_cache, double eps,
+                                           bool interleaved) {
   QkNormRopeCache s;
   s.dtype = s.weight_dtype = q.check_values();
   q.check_shape({-1, -1, -1});
@@ -139,7 +145,7 @@ void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v
   s.k_strides = check_cache(k_cache, q, k.sizes()[1], head_dim);
   v_cache.check_same_shape(k_cache);
   s.v_strides = check_cache(v_cache, q, k.sizes()[1], head_dim);
-  for (const Operand* operand : {&q, &k_cache, &v_cache}) operand->check_not_expanded();
+  for (const Operand* operand : {&k_cache, &v_cache}) operand->check_not_expanded();
   s.q = heads_of(q);
   s.k = heads_of(k);
   s.v = heads_of(v);
@@ -157,12 +163,70 @@ void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v
   s.page_size = static_cast<int>(k_cache.sizes()[2]);
   s.interleaved = interleaved;
   if (!takes_head(s)) fail("q", "have a head_dim of 256 at most for the cuda provider", std::to_string(head_dim));
+  return s;
+}
+
+void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                        const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                        const Tensor& cos_sin_tensor, const Tensor& positions_tensor, const Tensor& slots_tensor,
+                        Tensor k_cache_tensor, Tensor v_cache_tensor, double eps, bool interleaved) {
+  const Operand q("q", q_tensor), k("k", k_tensor), v("v", v_tensor);
+  const Operand cos_sin("cos_sin", cos_sin_tensor), positions("positions", positions_tensor);
+  const Operand slots("slots", slots_tensor), k_cache("k_cache", k_cache_tensor), v_cache("v_cache", v_cache_tensor);
+  const QkNormRopeCache s = checked_qk_norm_rope_cache(q, k, v, q_weight, k_weight, cos_sin, positions, slots, k_cache,
+                                                       v_cache, eps, interleaved);
+  q.check_not_expanded();
   const DeviceGuard guard(q.device());
   launch_qk_norm_rope_cache(s, current_stream(q.device()));
 }
 
+// Query heads (tokens, heads, head_dim) laid end to end.
+Tensor packed_copy(const Operand& q, int64_t size, cudaStream_t stream) {
+  Tensor copy = empty_like(q);
+  const int64_t tokens = q.sizes()[0], heads = q.sizes()[1], head = q.sizes()[2] * size, token = heads * head;
+  const bool packed = q.strides()[1] == q.sizes()[2];
+  const auto* from = static_cast<const char*>(q.data());
+  auto* to = static_cast<char*>(copy.data_ptr());
+  for (int64_t h = 0; h < (packed ? 1 : heads); ++h) {
+    check(cudaMemcpy2DAsync(to + h * head, token, from + h * q.strides()[1] * size, q.strides()[0] * size,
+                            packed ? token : head, tokens, cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpy2DAsync");
+  }
+  return copy;
+}
+
+void qk_norm_rope_attention(Tensor out_tensor, const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                            const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                            const Tensor& cos_sin_tensor, const Tensor& positions_tensor, const Tensor& slots_tensor,
+                            Tensor k_cache_tensor, Tensor v_cache_tensor, const Tensor& table_tensor,
+                            const Tensor& lens_tensor, int64_t /* max_seq_len */, double eps, double scale,
+                            int64_t window, bool interleaved, int64_t splits) {
+  const Operand q("q", q_tensor), k("k", k_tensor), v("v", v_tensor), out("out", out_tensor);
+  const Operand cos_sin("cos_sin", cos_sin_tensor), positions("positions", positions_tensor);
+  const Operand slots("slots", slots_tensor), k_cache("k_cache", k_cache_tensor), v_cache("v_cache", v_cache_tensor);
+  const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+  DecodeAttention a = checked_decode_attention(q, k_cache, v_cache, table, lens, scale, window, splits);
+  QkNormRopeCache s = checked_qk_norm_rope_cache(q, k, v, q_weight, k_weight, cos_sin, positions, slots, k_cache,
+                                                 v_cache, eps, interleaved);
+  check_beside(out, q);
+  if (!out.is_contiguous()) fail("out", "be contiguous", "a tensor with gaps");
+  a.out = out.data();
+  const DeviceGuard guard(q.device());
+  const cudaStream_t stream = current_stream(q.device());
+  if (takes_one_kernel(a, s)) return launch_qk_norm_rope_attention(a, s, stream);
+  if (q.numel() == 0) return;
+  Tensor turned = packed_copy(q, size_of(a.dtype), stream);
+  a.q = s.q.data = turned.data_ptr();
+  a.q_stride = s.q.token_stride = q.sizes()[1] * q.sizes()[2];
+  a.q_head_stride = s.q.head_stride = q.sizes()[2];
+  a.aligned = a.aligned && q.sizes()[2] * size_of(a.dtype) % 16 == 0;
+  launch_qk_norm_rope_cache(s, stream);
+  launch_decode_attention(a, stream);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
   library.impl("decode_attention.cuda", TORCH_BOX(&decode_attention));
+  library.impl("qk_norm_rope_attention_.cuda", TORCH_BOX(&qk_norm_rope_attention));
   library.impl("qk_norm_rope_cache_.cuda", TORCH_BOX(&qk_norm_rope_cache));
 }
 

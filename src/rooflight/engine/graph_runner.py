@@ -85,7 +85,7 @@ class GraphRunner(Runner):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__(decoder, cache, max_model_len)
-        decoder.recipe = replace(decoder.recipe, projections=True) if recipe is None else recipe
+        decoder.recipe = replace(decoder.recipe, projections=True, attention=True) if recipe is None else recipe
         self.most_steps = most_steps
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
         self.buckets = buckets(max_num_seqs)

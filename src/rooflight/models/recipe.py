@@ -20,6 +20,7 @@ class Recipe:
     grouped: bool = True  # decode attention of all query heads of a KV head: its keys and values are read once
     split: bool = True  # decode attention cuts a sequence's keys by its provider's rule, not into one part
     projections: bool = False  # norm, SwiGLU and residual in the products
+    attention: bool = False  # decode attention does what `rope` does as well; takes rope, grouped and split for granted
 
 
 def add_norm(
@@ -31,6 +32,25 @@ def add_norm(
         return hidden
     residual.add_(hidden)
     return ops.rms_norm(residual, weight, eps)
+
+
+def step_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: KvCache,
+    meta: ops.AttentionMeta,
+    window: int,
+    eps: float,
+) -> torch.Tensor:
+    """Everything between the projections of a decode step; the result is contiguous."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    ops.qk_norm_rope_attention_(out, q, k, v, *weights, cos_sin, positions, slots, *cache, meta, eps, window=window)
+    return out
 
 
 def norm_rope_cache(
@@ -77,9 +97,11 @@ def attend(
         return ops.prompt_attention(q, *cache, meta.block_table)
     if meta.decodes is None:
         return ops.prefill_attention(q, *cache, meta, window=window)
+    # The prompts' attention leaves room for the others behind it: putting two results together would copy both.
     tokens = q.shape[0] - meta.decodes.seq_lens.shape[0]  # of prompts
-    prompts = ops.prefill_attention(q[:tokens], *cache, meta, window=window)
-    return torch.cat((prompts, _decode(q[tokens:], cache, meta.decodes, window, recipe)))
+    mixed = ops.prefill_attention(q, *cache, meta, window=window)
+    mixed[tokens:] = _decode(q[tokens:], cache, meta.decodes, window, recipe)
+    return mixed
 
 
 def _decode(q: torch.Tensor, cache: KvCache, meta: ops.AttentionMeta, window: int, recipe: Recipe) -> torch.Tensor:

@@ -15,6 +15,7 @@ from rooflight.ops.paged_attention import AttentionMeta
 from rooflight.ops.penalties import penalize_logits_
 from rooflight.ops.prefill_attention import prefill_attention, prefill_attention_lse
 from rooflight.ops.prompt_attention import prompt_attention
+from rooflight.ops.qk_norm_rope_attention import qk_norm_rope_attention_
 from rooflight.ops.qk_norm_rope_cache import qk_norm_rope_cache_
 from rooflight.ops.rope import rope, rope_
 from rooflight.ops.sample import NO_TOKEN, sample
@@ -44,6 +45,7 @@ __all__ = [
     "prefill_attention",
     "prefill_attention_lse",
     "prompt_attention",
+    "qk_norm_rope_attention_",
     "qk_norm_rope_cache_",
     "rms_norm",
     "rms_norm_backward",

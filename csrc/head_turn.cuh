@@ -1,0 +1,90 @@
+// RMSNorm and RoPE of single heads in registers, in the layout that the tensor cores want of queries.
+//
+// A warp's lane is (row, quad) = (lane / 4, lane % 4): four neighbouring lanes have a head, each eight neighbours of
+// every 32 elements. What turns together (element i and i + D / 2) is then in one lane.
+#pragma once
+
+#include "common/pack.cuh"
+
+namespace rooflight {
+
+// Neighbours 8 * quad ... of each 32 of a head's row, zeros beyond what there is.
+template <typename T, int STEPS>
+__device__ __forceinline__ void load_head(uint4 (&x)[STEPS], const void* row, int quad, int width, bool there) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const int at = i * 32 + quad * 8;
+    x[i] = there && at < width ? *reinterpret_cast<const uint4*>(static_cast<const T*>(row) + at) : uint4{0, 0, 0, 0};
+  }
+}
+
+// Of lane (row, quad): what its part of a head is multiplied by, and the angles that it turns by.
+template <typename T, int STEPS>
+struct Turn {
+  Pack<T, 8> factors[STEPS];
+  Pack<float, 8> cosines[STEPS / 2], sines[STEPS / 2];
+
+  __device__ __forceinline__ void load_factors(const void* weight, int quad) {
+    if (weight == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) factors[i] = load_shared(static_cast<const Pack<T, 8>*>(weight) + i * 4 + quad);
+  }
+  __device__ __forceinline__ void load_angles(const float* angles, int quad) {
+    const auto* first = reinterpret_cast<const Pack<float, 8>*>(angles) + quad;
+#pragma unroll
+    for (int i = 0; i < STEPS / 2; ++i) {
+      cosines[i] = load_shared(first + i * 4);
+      sines[i] = load_shared(first + i * 4 + STEPS * 2);
+    }
+  }
+};
+
+// RMSNorm and RoPE by halves of a head whose quarters four neighbouring lanes hold, as `load_head` gives them: what
+// turns together is in one lane.
+template <typename T, int STEPS>
+__device__ __forceinline__ void normalise_and_turn(uint4 (&x)[STEPS], bool norm, const Turn<T, STEPS>& by, float eps) {
+  constexpr int kHalf = STEPS / 2;
+  float values[STEPS][8], square = 0.0f;
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    to_floats(*reinterpret_cast<const Pack<T, 8>*>(&x[i]), values[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) square = fmaf(values[i][j], values[i][j], square);
+  }
+  if (norm) {
+    square += __shfl_xor_sync(0xffffffffu, square, 1);
+    square += __shfl_xor_sync(0xffffffffu, square, 2);
+    const float inverse = rsqrtf(square / static_cast<float>(STEPS * 32) + eps);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      float factors[8];
+      to_floats(by.factors[i], factors);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[i][j] *= inverse * factors[j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float a = values[i][j], b = values[i + kHalf][j];
+      const float cosine = by.cosines[i].values[j], sine = by.sines[i].values[j];
+      values[i][j] = a * cosine - b * sine;
+      values[i + kHalf][j] = b * cosine + a * sine;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const Pack<T, 8> rounded = from_floats<T>(values[i]);
+    x[i] = *reinterpret_cast<const uint4*>(&rounded);
+  }
+}
+
+// One lane's part of a row.
+template <typename T, int STEPS>
+__device__ __forceinline__ void store_head(const uint4 (&x)[STEPS], void* row, int quad) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) *reinterpret_cast<uint4*>(static_cast<T*>(row) + i * 32 + quad * 8) = x[i];
+}
+
+}  // namespace rooflight
