@@ -26,6 +26,7 @@ from rooflight.kernels.triton.sample_limits import (
     LOWEST_KEY,
     MOST,
     NAN_KEY,
+    NO_KEY,
     kept,
     key_of,
     limits,
@@ -38,6 +39,7 @@ MOST_CHUNKS = 256  # of a row: what one program adds up at once
 LEAST_CHUNK, TILE = 1024, 1024  # elements; a chunk is a power of two
 CAPACITY = 4096  # candidates of a row that are gathered
 DRAW_TILE, DRAW_WARPS = 1024, 8  # of the last kernel, of which a row has one program; larger ones spill
+BEST_WARPS = 2  # of the first kernel: two warps meet sooner than four
 WAYS, INTERPRETED_WAYS = 8, 64  # limits that a step of the search tries; in the interpreter steps are what costs
 PROGRAMS = 2048  # that fill a large GPU; with more rows a program takes several chunks
 MOST_TOKENS = 1 << 30  # of a vocabulary: token ids and the ends of chunks are 32 bits
@@ -50,22 +52,29 @@ NO_TOKEN = tl.constexpr(-1)
 NOTHING = tl.constexpr(float("-inf"))
 
 
-@triton.jit(do_not_specialize=["per"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _best_of_chunks(
-    logits_ptr, best_ptr, least_ptr, stride, vocab_size, num_chunks, per, CHUNK: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, heat_ptr, best_ptr, least_ptr, stride, vocab_size, num_chunks, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """best: key and token in one integer whose maximum is the first of the largest; least: above -inf."""
+    """best: key and token in one integer whose maximum is the first of the largest; least: above -inf, if one draws."""
     row = tl.program_id(0).to(tl.int64)  # 64 bits: times a stride it passes 2^31
-    first = tl.program_id(1) * per
-    for chunk in range(first, tl.minimum(first + per, num_chunks)):
-        best = tl.full([TILE], -(1 << 63), tl.int64)
-        least = tl.full([TILE], float("inf"), tl.float32)
-        for start in range(0, CHUNK, TILE):
-            token = chunk * CHUNK + start + tl.arange(0, TILE)
-            x = tl.load(logits_ptr + row * stride + token, mask=token < vocab_size, other=NOTHING).to(tl.float32)
-            best = tl.maximum(best, (key_of(x).to(tl.int64) << 32) + (0x7FFFFFFF - token))
+    chunk = tl.program_id(1)
+    drawn = tl.load(heat_ptr + row) > 0.0
+    best = chunk * 0 + NO_KEY
+    token = chunk * 0
+    least = tl.full([TILE], float("inf"), tl.float32)
+    for start in range(0, CHUNK, TILE):
+        index = chunk * CHUNK + start + tl.arange(0, TILE)
+        x = tl.load(logits_ptr + row * stride + index, mask=index < vocab_size, other=NOTHING).to(tl.float32)
+        key = key_of(x)
+        highest = tl.max(key, 0)  # 32 bits twice are faster than 64 bits once
+        first = tl.min(tl.where(key == highest, index, MOST), 0)
+        token = tl.where(highest > best, first, token)
+        best = tl.maximum(best, highest)
+        if drawn:
             least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
-        tl.store(best_ptr + row * num_chunks + chunk, tl.max(best, 0))
+    tl.store(best_ptr + row * num_chunks + chunk, (best.to(tl.int64) << 32) + (MOST - token))
+    if drawn:
         tl.store(least_ptr + row * num_chunks + chunk, tl.min(least, 0))
 
 
@@ -316,7 +325,10 @@ def sample(
     found, found_x = scratch(torch.int32), scratch(torch.float32, CAPACITY)
     found_token = scratch(torch.int32, CAPACITY)
     with torch.cuda.device_of(logits):  # Triton launches on the current device, whatever the tensors say
-        _best_of_chunks[grid](logits, best, lowest, logits.stride(0), vocab_size, chunks, per, **sizes)
+        _best_of_chunks[(rows, chunks)](
+            logits, temperature, best, lowest, logits.stride(0), vocab_size, chunks, CHUNK=chunk, TILE=min(TILE, chunk),
+            num_warps=BEST_WARPS,
+        )  # fmt: skip
         _weigh_chunks[grid](
             logits, temperature, top_k, top_p, min_p, best, lowest, total, counts, masses, out,
             logits.stride(0), vocab_size, chunks, per, CHUNKS=whole, **sizes,
