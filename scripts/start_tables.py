@@ -24,7 +24,7 @@ def start_table() -> str:
     lines.append(["goal", *("–" if row["goal_s"] is None else f"{row['goal_s']:g}" for row in rows)])
     lines.append(["first token", *(_spread(row["first_token_s"]) for row in rows)])
     lines.append(["kernels compiled", *(str(row["compiled"]) for row in rows)])
-    header = ["seconds", *(f"{row['cache']} kernel cache" for row in rows)]
+    header = ["seconds", *(f"{row['cache']} caches" for row in rows)]
     where, setup = data["environment"], data["setup"]
     note = (
         f"From the start of the process. {data['weights']}; medians (least–most) of {setup['rounds']} rounds, parts of "

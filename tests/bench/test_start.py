@@ -36,6 +36,7 @@ def test_a_written_preset_is_the_preset(tmp_path: Path) -> None:
 def test_a_start_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts are all there, none is negative, and they add up to the whole."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     model = write_preset("random:tiny", tmp_path)
     kernels = tmp_path / "kernels"
     kernels.mkdir()
@@ -48,6 +49,7 @@ def test_a_start_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.parts["rest"] < found.ready / 2
     assert found.ready < found.first_token < start.PATIENCE
     assert found.compiled == 0
+    assert {path.name.partition(".")[0] for path in kernels.rglob("*.pyc")} >= {"start_worker", "llm", "storage"}
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_the_table(fake: FakeStarts, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(as_json.read_text())["rows"][1]["within_goal"] is True
     assert "parts_s.import torch" in as_csv.read_text().splitlines()[0]
     lines = tables.start_table().splitlines()
-    assert lines[0] == "| seconds | cold kernel cache | warm kernel cache |"
+    assert lines[0] == "| seconds | cold caches | warm caches |"
     assert lines[2:8] == [
         "| import torch | 5.00 | 0.50 |",
         "| rest | 15.00 | 1.50 |",

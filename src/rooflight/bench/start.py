@@ -1,7 +1,8 @@
 """`rooflight bench start`: from the start of a process to an `LLM` that is ready, and to its first token.
 
-Every start is a process of its own. A round is two of them: one whose kernel cache is an empty folder ("cold"), and one
-that finds in it what the first has compiled ("warm"). Files are in the page cache both times: weights, PyTorch, ours.
+Every start is a process of its own. A round is two of them: one whose caches of compiled code, of kernels and of
+Python's modules, are empty folders ("cold"), and one that finds in them what the first has compiled ("warm"). Files are
+in the page cache both times: weights, PyTorch, ours.
 """
 
 from __future__ import annotations
@@ -26,8 +27,17 @@ from rooflight.models.sources import Kind, resolve
 COLD, WARM = "cold", "warm"
 GOALS = {COLD: 20.0, WARM: 5.0}  # seconds until ready, on a GPU
 PATIENCE = 600.0  # seconds
-# Whoever keeps compiled kernels on disk: Triton, the driver, PyTorch's run-time compilers.
-CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH")
+# Whoever keeps compiled code on disk: Triton, the driver, PyTorch's run-time compilers, and Python, whose two thousand
+# modules of PyTorch take two seconds longer to import from their source than from the bytecode that pip leaves beside
+# them. It may be missing, or writing it forbidden, on the machine that measures: so it has a folder here as well.
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_KERNEL_CACHE_PATH",
+    "PYTHONPYCACHEPREFIX",
+)
+WRITES = {"PYTHONDONTWRITEBYTECODE": ""}  # empty is off
 # PyTorch is imported by itself, to be timed; rooflight would import it.
 PROGRAM = """
 from time import monotonic as now
@@ -150,7 +160,7 @@ def launch(model: str, device: str, skip_tokenizer: bool, kernels: Path) -> Star
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**os.environ, **caches},
+            env={**os.environ, **caches, **WRITES},
             timeout=PATIENCE,
             check=False,
         )

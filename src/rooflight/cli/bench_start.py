@@ -32,7 +32,7 @@ def start(
 ) -> None:
     """Seconds from the start of a process to an engine that is ready and to its first token, part by part.
 
-    Cold: with an empty cache of compiled kernels. Warm: with what the start before has left there.
+    Cold: with empty caches of compiled kernels and Python modules. Warm: with what the start before has left there.
 
     Example: rooflight bench start --model random:smollm2-135m --device cpu --rounds 1
     """
