@@ -47,8 +47,9 @@ class Intake:
         # The first one reads the prompt for all.
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         numbers = [next(self._ids) for _ in range(params.n)]
-        group = Group(numbers[0], list(prompt), params, params.n, on_chunk)
-        if params.prompt_logprobs is not None:
+        reads = params.prompt_logprobs is not None
+        group = Group(numbers[0], list(prompt) if reads else [], params, params.n, on_chunk)
+        if reads:
             group.prompt_logprobs = [None] * len(prompt)
         now = time.perf_counter()
         requests = []

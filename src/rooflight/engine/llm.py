@@ -232,8 +232,10 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; token ids are passed on."""
         if not isinstance(prompt, str):
+            if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # of 256 prompts a copy costs a step
+                return list(prompt)
             try:
-                return array("q", list(prompt)).tolist()  # one by one in Python, 256 prompts cost a step
+                return array("q", list(prompt)).tolist()
             except (TypeError, OverflowError) as error:
                 raise ValueError(f"prompt must be a text or a list of token ids ({error})") from None
         return self._need_tokenizer().encode(prompt)

@@ -18,7 +18,7 @@ class Group:
     """The n requests of one prompt. `id` is what the caller knows: the request id of the first."""
 
     id: int
-    prompt: list[int]
+    prompt: list[int]  # if its log-probabilities are wanted, else empty: a copy of every prompt costs a step
     params: SamplingParams
     open: int  # requests of it that have not ended
     on_chunk: OnChunk | None = None
