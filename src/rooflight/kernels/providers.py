@@ -42,6 +42,8 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "rms_norm_backward",
     "rms_norm_linear",
     "rms_norm_swiglu",
+    "rope",
+    "rope_",
     "silu_and_mul",
 )
 
