@@ -128,8 +128,8 @@ def test_the_second_kernel_of_an_operator_overlaps_the_first() -> None:
     assert edge_types(graph) == [0, PROGRAMMATIC]
 
 
-@pytest.mark.parametrize("name", ["rope", "rope_"])
-def test_rotations_overlap_too(name: str) -> None:
+@pytest.mark.parametrize("name", ["embedding", "rope", "rope_"])
+def test_gathers_and_rotations_overlap_too(name: str) -> None:
     op = REGISTRY[name]
     args = op.inputs(Make(torch.float32, "cuda"), **op.sweep[-1])
     x, weight = torch.randn(4, 1024, device="cuda"), torch.randn(1024, device="cuda")

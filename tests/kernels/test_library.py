@@ -46,6 +46,7 @@ BLOCKS = {
     "advance_decode.cu": 128,
     "decode_attention.cu": 128,
     "decode_attention_plain.cu": 128,
+    "embedding.cu": 128,
     "few_rows_linear.cu": 256,
     "qk_norm_rope_cache.cu": 128,
     "rope.cu": 256,

@@ -34,6 +34,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
 CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "advance_decode_",
     "decode_attention",
+    "embedding",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "linear_add_",
