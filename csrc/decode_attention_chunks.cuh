@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/mma.cuh"
+#include "common/rows.cuh"
 #include "decode_attention_cluster.cuh"
 #include "head_turn.cuh"
 #include "qk_norm_rope_cache.h"
@@ -115,9 +116,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   const bool has_newest = kFirst && newest >= part.begin && newest < part.end &&  // and length is not 0
                           (newest - part.begin) / kChunk % WARPS == warp;
   if constexpr (kFirst) {
-    const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[sequence]
-                                              : static_cast<const int32_t*>(s.positions)[sequence];
-    const float* angles = s.cos_sin + position * s.table_stride;
+    const float* angles = s.cos_sin + integer_at(s.positions, s.wide_positions, sequence) * s.table_stride;
     const int64_t slot = s.slots[sequence];
     constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
     Turn<T, kSteps> turn_q;

@@ -6,6 +6,7 @@
 #include "common/launch.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
+#include "common/rotation.cuh"
 #include "common/rows.cuh"
 #include "qk_norm_rope_cache.h"
 
@@ -44,12 +45,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
     }
   }
 
-  // Pair p: (first + p * step, second + p * step) of the rotated part; beyond it, two neighbours that only are scaled.
   const int half = s.rotary_dim / 2, pairs = (s.head_dim + 1) / 2;
-  const auto places = [&](int p, int& a, int& b) {
-    a = p < half ? (s.interleaved ? 2 * p : p) : s.rotary_dim + 2 * (p - half);
-    b = p < half ? (s.interleaved ? 2 * p + 1 : p + half) : a + 1;
-  };
   float first[kMostPairs], second[kMostPairs], square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMostPairs; ++i) {
@@ -57,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
     first[i] = second[i] = 0.0f;
     if (p < pairs) {
       int a, b;
-      places(p, a, b);
+      places_of_pair(p, half, s.rotary_dim, s.interleaved, a, b);
       first[i] = static_cast<float>(in[a]);
       if (b < s.head_dim) second[i] = static_cast<float>(in[b]);
       square = fmaf(first[i], first[i], fmaf(second[i], second[i], square));
@@ -66,25 +62,20 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
   const W* weight = static_cast<const W*>(is_q ? s.q_weight : s.k_weight);
   float inverse = 1.0f;
   if (weight != nullptr) inverse = rsqrtf(warp_sum(square) / static_cast<float>(s.head_dim) + s.eps);
-  const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[token]
-                                            : static_cast<const int32_t*>(s.positions)[token];
+  const int64_t position = integer_at(s.positions, s.wide_positions, token);
   const float* angles = s.cos_sin + position * s.table_stride;
 #pragma unroll
   for (int i = 0; i < kMostPairs; ++i) {
     const int p = lane + 32 * i;
     if (p >= pairs) continue;
     int a, b;
-    places(p, a, b);
+    places_of_pair(p, half, s.rotary_dim, s.interleaved, a, b);
     float x = first[i], y = second[i];
     if (weight != nullptr) {
       x *= inverse * static_cast<float>(weight[a]);
       if (b < s.head_dim) y *= inverse * static_cast<float>(weight[b]);
     }
-    if (p < half) {
-      const float cosine = angles[p], sine = angles[p + half], turned = x * cosine - y * sine;
-      y = y * cosine + x * sine;
-      x = turned;
-    }
+    if (p < half) turn(x, y, angles[p], angles[p + half]);
     out[a] = static_cast<T>(x);
     if (b < s.head_dim) out[b] = static_cast<T>(y);
   }
@@ -141,11 +132,10 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormR
     store(out + LANES, high);
     return;
   }
-  const int64_t position = s.wide_positions ? static_cast<const int64_t*>(s.positions)[token]
-                                            : static_cast<const int32_t*>(s.positions)[token];
+  const int64_t position = integer_at(s.positions, s.wide_positions, token);
   const float* angles = s.cos_sin + position * s.table_stride + lane * VEC;
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) {
+  for (int j = 0; j < VEC; ++j) {  // not through `turn`, with which this kernel is compiled to another order of loads
     const float cosine = angles[j], sine = angles[kHalf + j], turned = a[j] * cosine - b[j] * sine;
     b[j] = b[j] * cosine + a[j] * sine;
     a[j] = turned;

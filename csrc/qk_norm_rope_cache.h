@@ -4,17 +4,11 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "common/heads.h"
 #include "common/types.h"
 #include "decode_attention.h"
 
 namespace rooflight {
-
-// (num_tokens, heads, head_dim) with any stride between tokens and between heads, in elements.
-struct Heads {
-  void* data = nullptr;
-  int64_t token_stride = 0, head_stride = 0;
-  int heads = 0;
-};
 
 struct QkNormRopeCache {
   Heads q, k, v;

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "bindings/common.h"
+#include "bindings/heads.h"
 #include "decode_attention.h"
 #include "qk_norm_rope_attention.h"
 #include "qk_norm_rope_cache.h"
@@ -92,11 +93,6 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   return {out, lse};
 }
 
-Heads heads_of(const Operand& operand) {
-  operand.check_rows();
-  return {operand.data(), operand.strides()[0], operand.strides()[1], static_cast<int>(operand.sizes()[1])};
-}
-
 QkNormRopeCache checked_qk_norm_rope_cache(const Operand& q, const Operand& k, const Operand& v,
                                            const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
                                            const Operand& cos_sin, const Operand& positions, const Operand& slots,
@@ -123,17 +119,7 @@ QkNormRopeCache checked_qk_norm_rope_cache(const Operand& q, const Operand& k, c
     s.q_weight = one.data();
     s.k_weight = other.data();
   }
-  cos_sin.check_dtype(ScalarType::Float);
-  cos_sin.check_shape({-1, -1});
-  const int64_t rotary = cos_sin.sizes()[1];
-  if (rotary % 2 != 0 || rotary > head_dim) {
-    fail("cos_sin", "have an even width of at most head_dim = " + std::to_string(head_dim), std::to_string(rotary));
-  }
-  cos_sin.check_same_device(q);
-  cos_sin.check_rows();
-  if (positions.dtype() != ScalarType::Int && positions.dtype() != ScalarType::Long) {
-    fail("positions", "be torch.int32 or torch.int64", dtype_name(positions.dtype()));
-  }
+  const Angles angles = angles_of(cos_sin, positions, q);
   slots.check_dtype(ScalarType::Long);
   for (const Operand* operand : {&positions, &slots}) {
     operand->check_shape({tokens});
@@ -149,17 +135,17 @@ QkNormRopeCache checked_qk_norm_rope_cache(const Operand& q, const Operand& k, c
   s.q = heads_of(q);
   s.k = heads_of(k);
   s.v = heads_of(v);
-  s.cos_sin = static_cast<const float*>(cos_sin.data());
-  s.table_stride = cos_sin.strides()[0];
-  s.positions = positions.data();
-  s.wide_positions = positions.dtype() == ScalarType::Long;
+  s.cos_sin = angles.cos_sin;
+  s.table_stride = angles.table_stride;
+  s.positions = angles.positions;
+  s.wide_positions = angles.wide_positions;
   s.slots = static_cast<const int64_t*>(slots.data());
   s.k_cache = k_cache.data();
   s.v_cache = v_cache.data();
   s.eps = static_cast<float>(eps);
   s.num_tokens = static_cast<int>(tokens);
   s.head_dim = static_cast<int>(head_dim);
-  s.rotary_dim = static_cast<int>(rotary);
+  s.rotary_dim = angles.rotary_dim;
   s.page_size = static_cast<int>(k_cache.sizes()[2]);
   s.interleaved = interleaved;
   if (!takes_head(s)) fail("q", "have a head_dim of 256 at most for the cuda provider", std::to_string(head_dim));

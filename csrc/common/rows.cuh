@@ -17,6 +17,11 @@ __device__ __forceinline__ P* row_of(const Rows& rows, int64_t row, int element_
   return reinterpret_cast<P*>(static_cast<char*>(rows.data) + row * rows.stride * element_size);
 }
 
+// Ids and positions come as int64 (`wide`) or int32.
+__device__ __forceinline__ int64_t integer_at(const void* values, bool wide, int64_t place) {
+  return wide ? static_cast<const int64_t*>(values)[place] : static_cast<const int32_t*>(values)[place];
+}
+
 // The widest pack, in elements of T, that the width and every address allow; rows without data are no obstacle.
 template <typename T, typename W>
 int pack_elements(int width, const void* weight, std::initializer_list<Rows> operands) {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rooflight.kernels import library
-from rooflight.ops import rms_norm, rms_norm_backward
+from rooflight.ops import REGISTRY, Make, rms_norm, rms_norm_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,6 +126,20 @@ def test_the_second_kernel_of_an_operator_overlaps_the_first() -> None:
         x.add_(1)
         rms_norm_backward(grad, x, weight, 1e-6, backend="cuda")
     assert edge_types(graph) == [0, PROGRAMMATIC]
+
+
+@pytest.mark.parametrize("name", ["embedding", "rope", "rope_"])
+def test_gathers_and_rotations_overlap_too(name: str) -> None:
+    op = REGISTRY[name]
+    args = op.inputs(Make(torch.float32, "cuda"), **op.sweep[-1])
+    x, weight = torch.randn(4, 1024, device="cuda"), torch.randn(1024, device="cuda")
+    step, graph = op.providers["cuda"], torch.cuda.CUDAGraph(keep_graph=True)
+    rms_norm(x, weight, 1e-6, backend="cuda")
+    step(*args)
+    with torch.cuda.graph(graph):
+        rms_norm(x, weight, 1e-6, backend="cuda")
+        step(*args)
+    assert edge_types(graph) == [PROGRAMMATIC]
 
 
 def test_a_node_of_an_earlier_capture_is_not_what_comes_before() -> None:

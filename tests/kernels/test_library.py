@@ -46,8 +46,10 @@ BLOCKS = {
     "advance_decode.cu": 128,
     "decode_attention.cu": 128,
     "decode_attention_plain.cu": 128,
+    "embedding.cu": 128,
     "few_rows_linear.cu": 256,
     "qk_norm_rope_cache.cu": 128,
+    "rope.cu": 256,
     "silu_and_mul.cu": 256,
 }
 

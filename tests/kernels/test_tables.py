@@ -48,11 +48,11 @@ def test_choices_apply_where_the_card_and_the_provider_are_there(monkeypatch: py
     monkeypatch.setattr(choices, "driver", lambda: Driver((13, 0), (("NVIDIA H200", (9, 0)),)))
     there = {"provider": "ref", "reason": "measured on this card: for this test"}
     absent = {"provider": "not there", "reason": "measured on this card: nor this"}
-    monkeypatch.setattr(choices, "of_card", lambda name: {"operators": {"rms_norm": there, "embedding": absent}})
+    monkeypatch.setattr(choices, "of_card", lambda name: {"operators": {"rms_norm": there, "linear": absent}})
     choices.apply(REGISTRY)
     assert (operator.active["cuda"], operator.reason["cuda"]) == ("ref", there["reason"])
-    assert REGISTRY["embedding"].active["cuda"] == "ref"
-    assert "measured" not in REGISTRY["embedding"].reason["cuda"]
+    assert REGISTRY["linear"].active["cuda"] == "ref"
+    assert "measured" not in REGISTRY["linear"].reason["cuda"]
 
 
 def test_an_unknown_card_has_no_choices() -> None:

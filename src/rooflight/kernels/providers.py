@@ -35,6 +35,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
 CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "advance_decode_",
     "decode_attention",
+    "embedding",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "linear_add_",
@@ -44,6 +45,8 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "rms_norm_backward",
     "rms_norm_linear",
     "rms_norm_swiglu",
+    "rope",
+    "rope_",
     "silu_and_mul",
 )
 

@@ -34,7 +34,8 @@ def linear(
 def embedding(ids: torch.Tensor, weight: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Rows of weight (vocab_size, hidden_size) for ids (...) of int32 or int64; returns (..., hidden_size).
 
-    An id outside the vocabulary raises IndexError on the CPU and is undefined on a GPU. No gradient yet.
+    An id outside the vocabulary raises IndexError on the CPU. On a GPU nobody may wait to hear of it: the compiled
+    kernel reads nothing and gives a row of NaN, the reference is undefined. No gradient yet.
     """
     return EMBEDDING.overload(ids, backend)(ids, weight)  # type: ignore[no-any-return]
 
