@@ -240,13 +240,20 @@ def test_the_same_tokens_counted_by_the_host_in_between(plain: LLM, folder: Path
     expected = plain.generate(prompts, params)
     owners = [llm.engine.submit(prompt, option) for prompt, option in zip(prompts, params, strict=True)]
     found: dict[int, Completion] = {}
+    runner, last = llm.engine.runner, dict[int, int]()
+    assert isinstance(runner, GraphRunner)
+    state = runner._state
     for step in range(200):
         if step in (3, 6):
             llm.engine.submit(prompt_ids(40 + step), SamplingParams(max_tokens=2, prompt_logprobs=0))
         for owner, chunk in llm.engine.step() if llm.engine.busy else ():
             if owner in owners and chunk.completion is not None:
                 found[owner] = chunk.completion
+        if runner._last != last:  # a launch of the host
+            assert state._notes.keys().isdisjoint(runner._last)
+            last = runner._last
     assert_same([found[owner] for owner in owners], expected)
+    assert set(last) == {0, 1, 2, 3}
 
 
 def test_lists_of_biases_grow_while_others_are_in_flight(plain: LLM, folder: Path) -> None:

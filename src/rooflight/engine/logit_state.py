@@ -61,7 +61,7 @@ class LogitState:
 
     def widen(self, sequences: Many[Sequence]) -> bool:
         """Room for all their biases and bans. True: tables have moved, and graphs that know them are of no use."""
-        return self._tables.widen(max(len(_entries(sequence)) for sequence in sequences))
+        return self._tables.widen(max((len(_entries(sequence)) for sequence in sequences), default=0))
 
     def write(self, rows: Many[Row], sequences: Many[Sequence]) -> None:
         """Before a launch: what places do not have yet of the sequences of these rows. Nobody waits for it.
