@@ -11,7 +11,7 @@ import torch
 from rooflight import LLM
 from rooflight.engine import llm as llm_module
 from rooflight.engine import memory
-from rooflight.engine.logit_state import LogitState
+from rooflight.engine.logit_state import Tables
 from rooflight.engine.memory import CachePlan, plan_cache, working_bytes
 from rooflight.models.load import load_config
 
@@ -125,8 +125,6 @@ def test_without_the_kernels_estimate_free_pages_count(
 def test_what_a_step_needs_has_room_for_the_tables_of_options() -> None:
     """Beside the logits of one more sequence, in 2 bytes and four times in FP32."""
     config = replace(TINY, vocab_size=1000)
-    state = LogitState(31, 1000, torch.device("cpu"))
-    state.widen([])
-    tables = sum(t.numel() * t.element_size() for t in vars(state._tables).values() if t.dim() == 2 and len(t) == 32)
+    tables = sum(t.numel() * t.element_size() for t in vars(Tables(32, 1000, CPU)).values())
     more = working_bytes(config, torch.bfloat16, 32, 64) - working_bytes(config, torch.bfloat16, 0, 64)
     assert more >= 32 * 1000 * (2 + 4 * 4) + 0.95 * tables

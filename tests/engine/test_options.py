@@ -378,14 +378,15 @@ def test_tokens_that_nobody_counted_are_an_error() -> None:
 
 
 def test_a_ban_is_lifted_and_leaves_the_bias() -> None:
-    state = LogitState(1, 8, torch.device("cpu"))
+    state = LogitState(2, 200, torch.device("cpu"))
     item = sequence(prompt=[1, 2], ends={3, 7}, min_tokens=2, max_tokens=9, logit_bias={3: 5.0})
     state.write([row(0, 2)], [item])
     minus = float("-inf")
-    assert changed(state, 0, 3) == [8.0, 8.0, 8.0, minus, 8.0, 8.0, 8.0, minus]
-    assert changed(state, 0, 4) == [8.0, 8.0, 8.0, 13.0, 8.0, 8.0, 8.0, 8.0]
-    assert not state.widen([item])
-    wide = sequence(logit_bias=dict.fromkeys(range(FEW + 1), 1.0))
-    assert state.widen([item, wide])
-    assert not state.widen([wide])
-    assert changed(state, 0, 3) == [8.0, 8.0, 8.0, minus, 8.0, 8.0, 8.0, minus]
+    assert changed(state, 0, 3, 200)[:8] == [8.0, 8.0, 8.0, minus, 8.0, 8.0, 8.0, minus]
+    assert changed(state, 0, 4, 200)[:8] == [8.0, 8.0, 8.0, 13.0, 8.0, 8.0, 8.0, 8.0]
+    assert state.width == FEW
+    wide = sequence(prompt=[1, 2], logit_bias=dict.fromkeys([5, *range(100, 100 + FEW)], 1.0))
+    state.write([row(1, 2)], [wide])
+    assert state.width == 2 * FEW
+    assert changed(state, 0, 3, 200)[:8] == [8.0, 8.0, 8.0, minus, 8.0, 8.0, 8.0, minus]
+    assert changed(state, 1, 3, 200) == [8.0 + (token == 5 or 100 <= token < 100 + FEW) for token in range(200)]

@@ -97,10 +97,7 @@ class GraphRunner(Runner):
             return super().launch(plan, sampling)
         with torch.inference_mode(), on_device(self.device):
             wish = wish_of(plan, sampling)
-            if wish.places:
-                if self._state.widen(wish.sequences):
-                    self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in LATE}
-                self._state.write(wish.rows, wish.sequences)
+            self._state.write(wish.rows, wish.sequences)
             ask = self._ask_decode if all(map(_decodes, plan.rows)) else self._ask_prompts
             launch = ask(plan, sampling, wish)
             self._state.launched(wish.rows, wish.sequences, [plan.gets(row) for row in wish.rows])
@@ -114,9 +111,10 @@ class GraphRunner(Runner):
         batch.write(plan.rows, sampling, wish.places)
         many = self.most_steps if plan.steps == self.most_steps else 1
         options = self._options(batch, wish)
-        key, step = ("decode", batch.rows, many), partial(_decode_steps, batch, many, options)
+        key: tuple[str | int, ...] = ("decode", batch.rows, many)
+        step = partial(_decode_steps, batch, many, options)
         if options is not None:
-            key = (LATE[options.reports is not None], batch.rows, many)
+            key = (LATE[options.reports is not None], batch.rows, many, self._state.width)
             self._capture_late(key, step, options)
         out, reports = batch.down.begin(), options.reports if options else None
         for first in range(0, plan.steps, many):
@@ -219,6 +217,9 @@ class GraphRunner(Runner):
         """
         if self._pool is None or key in self._graphs:
             return
+        self._graphs = {
+            other: graph for other, graph in self._graphs.items() if other[0] not in LATE or other[3] == key[3]
+        }
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -38,14 +38,12 @@ class Tables:
         self.bias_ids = torch.full((rows, FEW), -1, dtype=torch.int64, device=device)
         self.bias_values = torch.zeros(rows, FEW, device=device)
 
-    def widen(self, need: int) -> bool:
-        width = self.bias_ids.shape[1]
-        if need <= width:
-            return False
-        more = (1 << (need - 1).bit_length()) - width
-        self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more), value=-1)
-        self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
-        return True
+    def widen(self, need: int) -> None:
+        """Room for so many biases and bans; twice as much at least as there was."""
+        more = (1 << max(need - 1, 0).bit_length()) - self.bias_ids.shape[1]
+        if more > 0:
+            self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more), value=-1)
+            self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
 
 
 class LogitState:
@@ -59,9 +57,10 @@ class LogitState:
     def _tables(self) -> Tables:
         return Tables(self.spare + 1, self.vocab_size, self.device)
 
-    def widen(self, sequences: Many[Sequence]) -> bool:
-        """Room for all their biases and bans. True: tables have moved, and graphs that know them are of no use."""
-        return self._tables.widen(max((len(_entries(sequence)) for sequence in sequences), default=0))
+    @property
+    def width(self) -> int:
+        """Of the lists of biases and bans. When it grows the tables move, and graphs that know them are of no use."""
+        return self._tables.bias_ids.shape[1]
 
     def write(self, rows: Many[Row], sequences: Many[Sequence]) -> None:
         """Before a launch: what places do not have yet of the sequences of these rows. Nobody waits for it.
@@ -101,12 +100,11 @@ class LogitState:
         self._tables.counts.view(-1).scatter_add_(0, cells, (tokens >= 0).int())
 
     def _write(self, missing: Many[tuple[Row, Sequence]]) -> None:
-        tables = self._tables
-        width = tables.bias_ids.shape[1]
-        ids = np.full((len(missing), width), -1)
-        values = np.zeros((len(missing), width), np.float32)
-        for index, (_, sequence) in enumerate(missing):
-            entries = _entries(sequence)
+        tables, lists = self._tables, [_entries(sequence) for _, sequence in missing]
+        tables.widen(max(map(len, lists)))
+        ids = np.full((len(missing), self.width), -1)
+        values = np.zeros((len(missing), self.width), np.float32)
+        for index, entries in enumerate(lists):
             ids[index, : len(entries)] = [token for token, _ in entries]
             values[index, : len(entries)] = [value for _, value in entries]
         counted = [(row.place, _known(row, s), s) for row, s in missing if s.params.penalties != OFF]
