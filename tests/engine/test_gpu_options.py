@@ -80,10 +80,12 @@ def test_nobody_waits_while_decoding_with_options(
 def test_graphs_with_options_equal_single_steps(folder: Path, dtype: str) -> None:
     """The same kernels, captured and not: the same tokens, whatever is padded, and the same log-probabilities."""
     captured, single = build(folder, dtype=dtype), build(folder, dtype=dtype, graphs=False)
+    seen = set()
     for count in (1, 3, 9, 22):
         prompts, params = requests(count=count)
         assert_same(captured.generate(prompts, params), single.generate(prompts, params))
-    assert {key[0] for key in late_graphs(captured)} == set(LATE)
+        seen |= {key[0] for key in late_graphs(captured)}
+    assert seen == set(LATE)
     assert late_graphs(single) == set()
     assert_idle(captured)
 
@@ -97,19 +99,17 @@ def test_greedy_tokens_are_those_of_the_host(folder: Path) -> None:
     found = llm.generate(prompts, params)
     llm.engine = Engine(old.runner, Scheduler(400, 4, 16, 64, False, 8, False), old.tokenizer, old.end_ids)
     assert_same(found, llm.generate(prompts, params))
-    assert_same(llm.generate(prompts, params), found)
 
 
 def test_graphs_are_made_again_when_lists_of_biases_grow(folder: Path) -> None:
     """Those made before know tables that have gone."""
     captured, single = build(folder), build(folder, graphs=False)
     prompts = [prompt_ids(7), prompt_ids(9)]
-    for many in (2, FEW + 1, 3, 300):
+    for many, width in ((2, FEW), (FEW + 1, 2 * FEW), (3, 2 * FEW), (300, 512)):
         bias = {token: 5.0 + token % 3 for token in range(many)}
         params = SamplingParams(max_tokens=40, logit_bias=bias, frequency_penalty=0.3, ignore_eos=True)
         assert_same(captured.generate(prompts, params), single.generate(prompts, params))
-        # Graphs of everything else are those of the start.
-        assert {key[0] for key in late_graphs(captured)} == {"options"}
+        assert {(key[0], key[3]) for key in late_graphs(captured)} == {("options", width)}
 
 
 def test_a_graph_that_is_made_while_others_decode_changes_nothing_for_them(folder: Path) -> None:
