@@ -48,6 +48,13 @@ def count_logits(args: Named) -> tuple[int, int]:
     return everything, size(args["logits"])
 
 
+def count_penalties(args: Named) -> tuple[int, int]:
+    """Of the two tables the rows that somebody goes by."""
+    read, written = count_logits(args)
+    unused = args["output_counts"].shape[0] - args["logits"].shape[0]
+    return read - unused * size(args["output_counts"][0], args["prompt_mask"][0]) if unused else read, written
+
+
 HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
     "rms_norm": lambda a: (size(a["x"], a["weight"]), size(a["x"])),
     "fused_add_rms_norm": lambda a: (size(a["x"], a["residual"], a["weight"]), size(a["x"], a["residual"])),
@@ -99,7 +106,7 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
         size(a["out_a"], a["lse_a"], a["out_b"], a["lse_b"]),
         size(a["out_a"], a["lse_a"]),
     ),
-    "penalize_logits_": count_logits,
+    "penalize_logits_": count_penalties,
     "sample": lambda a: (count_logits(a)[0], a["logits"].shape[0] * 8),
     "top_logprobs": lambda a: (count_logits(a)[0], a["logits"].shape[0] * (4 + 12 * a["k"])),
 }

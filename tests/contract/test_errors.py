@@ -80,6 +80,7 @@ PARTNERS = {
     ("linear", "weight"): "bias",
     ("linear_add_", "x"): "weight",
     ("penalize_logits_", "bias_ids"): "bias_values",
+    ("penalize_logits_", "output_counts"): "prompt_mask",
     ("prompt_attention", "k_cache"): "v_cache",
     ("prefill_attention", "k_cache"): "v_cache",
     ("prefill_attention", "seq_lens"): "block_table",

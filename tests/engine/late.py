@@ -35,6 +35,7 @@ class Late:
         self.landed.append(self.number)
         tokens, reports = self.done.land()
         assert [len(got) for got in tokens] == [self.plan.gets(row) for row in self.plan.rows if row.samples]
+        assert [len(told) for told in reports] == [len(got) for got in tokens]
         return tokens, reports
 
 

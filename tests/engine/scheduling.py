@@ -125,7 +125,8 @@ def _check_plan(plans: Scheduler, plan: StepPlan) -> None:
     assert sum(len(row.tokens) for row in plan.rows) <= plans.max_num_batched_tokens
     assert sum(len(row.tokens) for row in plan.rows if row.every_logit and not row.samples) <= module.EVERY_LOGIT
     assert len(plans.running) <= plans.max_num_seqs
-    assert plan.needs_host == any(running[i].needs_host for i in ids)
+    on_device = plans.options_on_device
+    assert plan.needs_host == any(running[i].reads_prompt if on_device else running[i].needs_host for i in ids)
     assert not plans.in_flight or not (plan.needs_host or plans.in_flight[-1].needs_host)
     assert plan.steps in [1, 2, 4, 8]
     assert plan.steps <= plans.most_steps

@@ -340,7 +340,7 @@ def test_br_071_beside_another_process_the_pool_is_smaller_and_the_largest_batch
 
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5}
     prompts = [*(prompt_ids(32, seed=seed) for seed in range(255)), prompt_ids(9000)]
-    for options in ({"logprobs": 20, **penalties}, {}):  # with the host, and by the largest graphs
+    for options in ({"logprobs": 20, **penalties}, {}):  # with all that is kept of each, and by the largest graphs
         params = [
             SamplingParams(16, temperature=0.8, top_p=0.9, seed=seed, ignore_eos=True, **options)  # type: ignore[arg-type]
             for seed in range(256)

@@ -146,7 +146,7 @@ def test_greedy_tokens_are_those_of_the_cpu(dtype: str) -> None:
     expected = cpu.generate([prompt], params)[0]
     plain = SamplingParams(max_tokens=64, ignore_eos=True)
     tokens = gpu.generate([prompt], plain)[0].token_ids  # by graphs
-    reports = gpu.generate([prompt], params)[0].logprobs or ()  # with the host
+    reports = gpu.generate([prompt], params)[0].logprobs or ()  # by others
     for index, (one, other) in enumerate(zip(tokens, expected.token_ids, strict=True)):
         assert expected.logprobs is not None
         mine, theirs = reports[index], expected.logprobs[index]

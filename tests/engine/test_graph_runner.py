@@ -26,14 +26,14 @@ Checkpoints = Callable[..., tuple[Path, Any]]
 CPU = torch.device("cpu")
 
 
-def build(folder: Path, captured: bool = False, most_steps: int = 8, **options: Any) -> LLM:
+def build(folder: Path, captured: bool = False, most_steps: int = 8, num_pages: int = 400, **options: Any) -> LLM:
     """An LLM whose runner is the GPU's, on whatever device the options say."""
-    llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, **options)
+    llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=num_pages, **options)
     if isinstance(llm.engine.runner, GraphRunner):
         return llm
     old = llm.engine
     runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, captured, most_steps)
-    scheduler = Scheduler(400, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps)
+    scheduler = Scheduler(num_pages, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps, runner.options_on_device)
     llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
     return llm
 
@@ -139,7 +139,7 @@ def test_the_smallest_step_that_holds_the_rows() -> None:
 
 
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:
-    """Requests that need the host beside others that do not, and their log-probabilities."""
+    """A request that needs the host beside others that do not, some of which have options."""
     prompts, options = mixed(5)
     options[1] = SamplingParams(max_tokens=10, repetition_penalty=1.3, logprobs=2, ignore_eos=True)
     options[3] = SamplingParams(max_tokens=10, min_tokens=4, prompt_logprobs=1)

@@ -11,7 +11,8 @@ import torch
 from rooflight import LLM
 from rooflight.engine import llm as llm_module
 from rooflight.engine import memory
-from rooflight.engine.memory import CachePlan, plan_cache
+from rooflight.engine.logit_state import Tables
+from rooflight.engine.memory import CachePlan, plan_cache, working_bytes
 from rooflight.models.load import load_config
 
 TINY = load_config("random:tiny")  # 2 layers, 2 KV heads of 32: 1 KiB a token in FP32
@@ -119,3 +120,11 @@ def test_without_the_kernels_estimate_free_pages_count(
     monkeypatch.setattr(memory, "MEMINFO", table)
     monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert memory.free_bytes(CPU) == 7 * 4096
+
+
+def test_what_a_step_needs_has_room_for_the_tables_of_options() -> None:
+    """Beside the logits of one more sequence, in 2 bytes and four times in FP32."""
+    config = replace(TINY, vocab_size=1000)
+    tables = sum(t.numel() * t.element_size() for t in vars(Tables(32, 1000, CPU)).values())
+    more = working_bytes(config, torch.bfloat16, 32, 64) - working_bytes(config, torch.bfloat16, 0, 64)
+    assert more >= 32 * 1000 * (2 + 4 * 4) + 0.95 * tables

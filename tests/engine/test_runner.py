@@ -122,7 +122,7 @@ def test_a_launch_of_several_steps_feeds_each_row_its_own_tokens_up_to_its_limit
         Row(5, 2, (9,), (1,), True, place=0, limit=4),
     )
     launch = runner.launch(StepPlan(rows, steps=4), [sequence(), sequence()])
-    assert launch.land() == ([[4, 5, 6, 7], [10, 11]], [None, None])
+    assert launch.land() == ([[4, 5, 6, 7], [10, 11]], [[None] * 4, [None] * 2])
     assert decoder.seen == [
         ([3, 9], [6, 2], [9 * 4 + 2, 1 * 4 + 2]),
         ([4, 10], [7, 3], [9 * 4 + 3, 1 * 4 + 3]),

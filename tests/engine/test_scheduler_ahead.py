@@ -103,6 +103,31 @@ def test_what_needs_the_host_neither_follows_nor_is_followed(params: SamplingPar
     assert not launch(plans)[0].needs_host
 
 
+@pytest.mark.parametrize("params", [HELPED, BANNED, SamplingParams(presence_penalty=1.0)], ids=str)
+def test_options_on_the_device_are_launched_ahead_and_several_steps_at_once(params: SamplingParams) -> None:
+    plans = Scheduler(16, 4, 8, 64, most_steps=4, options_on_device=True)
+    plans.add(sequence(0, 3, max_tokens=19, params=params))
+    plans.add(sequence(1, 3, max_tokens=19))
+    flight = [launch(plans) for _ in range(4)]
+    assert [(plan.needs_host, plan.steps) for plan, _ in flight] == [(False, 1)] + [(False, 4)] * 3
+    assert flight[3][0].rows[0].tokens == (UNKNOWN,)
+
+
+def test_prompt_logprobs_need_the_host_whatever_the_device_can_do() -> None:
+    plans = Scheduler(16, 4, 8, 64, most_steps=4, options_on_device=True)
+    helped, reading = sequence(0, 3, max_tokens=9, params=HELPED), sequence(1, 3, max_tokens=9, params=READING)
+    plans.add(helped)
+    first, given = launch(plans)
+    plans.add(reading)
+    assert plans.plan() is None
+    land(plans, first, given)
+    second, given = launch(plans)
+    assert (second.needs_host, second.steps, [row.request_id for row in second.rows]) == (True, 1, [0, 1])
+    assert plans.plan() is None
+    land(plans, second, given)
+    assert [launch(plans)[0].needs_host for _ in range(2)] == [False, False]
+
+
 def test_a_ban_ends_with_the_token_that_reaches_min_tokens() -> None:
     plans = scheduler(most_steps=4)
     plans.add(sequence(0, 3, max_tokens=9, params=BANNED))

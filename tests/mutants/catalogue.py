@@ -30,7 +30,10 @@ OF = {
     name: f"ops/test_{name}.py"
     for name in ("attention", "layer_norm", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
 }
-GRAPHS = "engine/test_graph_runner.py"
+GRAPHS, OPTIONS = "engine/test_graph_runner.py", "engine/test_options.py"
+RUNNER, BATCH, STATE, DRAWS = (
+    f"engine/{name}.py" for name in ("graph_runner", "static_batch", "logit_state", "options")
+)
 VALUES, LAYOUTS, GRADIENTS, MUTATION, ERRORS, COST = (
     f"contract/test_{name}.py" for name in ("values", "layouts", "gradients", "mutation", "errors", "cost")
 )
@@ -366,6 +369,89 @@ MUTANTS = [
         "tokens of a mixed step in the order of its columns",
         "engine/graph_runner.py", "[columns[index] for index in drawing]", "list(columns.values())",
         GRAPHS, "beside_prompts",
+    ),
+    # Draws with options
+    Mutant(
+        "a token of a launch does not count for the next one",
+        STATE, "(tokens >= 0).int())", "(tokens < 0).int())",
+        OPTIONS, "no_token_is_repeated",
+    ),
+    Mutant(
+        "counts of who was there before stay",
+        STATE, "tables.counts.index_fill_(0, given[\"counted\"], 0)", "tables.counts.index_fill_(0, places[:0], 0)",
+        OPTIONS, "written_anew",
+    ),
+    Mutant(
+        "a place is known by the number of its request",
+        STATE, "return sequence, sequence.preemptions,", "return sequence.request_id, sequence.preemptions,",
+        OPTIONS, "relied_on and another",
+    ),
+    Mutant(
+        "a place is known in spite of a preemption",
+        STATE, "return sequence, sequence.preemptions,", "return sequence, 0,",
+        OPTIONS, "relied_on and preempted",
+    ),
+    Mutant(
+        "a launch that failed has counted",
+        STATE, "if self._notes.pop(row.place, None) !=", "if self._notes.get(row.place, None) !=",
+        OPTIONS, "relied_on and fails",
+    ),
+    Mutant(
+        "tokens of the host count as those of the device",
+        RUNNER, "self._state.forget(plan.rows)", "self._state.forget(())",
+        OPTIONS, "counted_by_the_host",
+    ),
+    Mutant(
+        "what is forgotten stays counted",
+        STATE, "_note(sequence, _drawn_at(row) + many)", "_note(sequence, len(sequence.tokens))",
+        OPTIONS, "forgotten and launch or itself or written_when",
+    ),
+    Mutant(
+        "end tokens are banned one token too long",
+        STATE, "(num_tokens >= tables.min_lens", "(num_tokens > tables.min_lens",
+        OPTIONS, "waits_for_min",
+    ),
+    Mutant(
+        "who asks for nothing goes by what its place was left with",
+        BATCH, "place if place in optional else spare for", "place for",
+        OPTIONS, "written_anew",
+    ),
+    Mutant(
+        "log-probabilities of the logits that were changed",
+        DRAWS, "else logits.clone()", "else logits",
+        OPTIONS, "all_kinds and 8",
+    ),
+    Mutant(
+        "log-probabilities of the last step alone",
+        DRAWS, "out[first : first + many].copy_", "out[:many].copy_",
+        OPTIONS, "all_kinds and 8",
+    ),
+    Mutant(
+        "log-probabilities of the first row",
+        DRAWS, "part[: len(tokens), column]", "part[: len(tokens), 0]",
+        OPTIONS, "all_kinds and 8",
+    ),
+    Mutant(
+        "one report for all tokens of a launch",
+        "engine/core.py", "for report in reported[request.id][:count])",
+        "for report in reported[request.id][:1] * count)",
+        OPTIONS, "alone and 2",
+    ),
+    Mutant(
+        "places of the tables are rows of the batch",
+        "kernels/triton/penalties.py", "place = tl.load(places_ptr + row)", "place = row",
+        OF["penalties"], "places_say and triton",
+    ),
+    Mutant(
+        "a ban that a bias lifts",
+        "ops/penalties.py", "logits.masked_fill_(banned[:, :beyond], float(\"-inf\"))",
+        "logits.sub_(banned[:, :beyond] * 50.0)",
+        OF["penalties"], "ban_wins and ref",
+    ),
+    Mutant(
+        "a kernel that bans nothing",
+        "kernels/triton/penalties.py", "mask=mine & (value == float(\"-inf\")))", "mask=mine & (value > 1e30))",
+        OF["penalties"], "ban_wins and triton",
     ),
     Mutant(
         "a sequence moves on at its limit",

@@ -111,3 +111,77 @@ def test_rows_have_their_own_penalties(target: Target) -> None:
     ids, values = torch.tensor([[-1], [1], [-1]], device=device), torch.tensor([[7.0], [7.0], [7.0]], device=device)
     ops.penalize_logits_(logits, counts, counts.bool() & False, *columns, ids, values, backend=target.provider)
     assert logits.tolist() == [[3.0, 4.0], [2.0, 11.0], [4.0, 2.5]]
+
+
+@penalisers
+def test_places_say_which_counts_a_row_goes_by(target: Target) -> None:
+    """Rows 0 and 1 go by the third and the first row of the tables; nobody by the second."""
+    device = target.device
+    logits = torch.full((2, 3), 4.0, device=device)
+    counts = torch.tensor([[0, 0, 2], [9, 9, 9], [1, 0, 0]], dtype=torch.int32, device=device)
+    prompt = torch.tensor([[True, False, False], [True, True, True], [False, True, False]], device=device)
+    columns = [torch.tensor([value, value], device=device) for value in (2.0, 0.5, 0.0)]
+    ids, values = torch.full((2, 1), -1, device=device), torch.zeros(2, 1, device=device)
+    places = torch.tensor([2, 0], device=device)
+    ops.penalize_logits_(logits, counts, prompt, *columns, ids, values, places, backend=target.provider)
+    assert logits.tolist() == [[1.5, 2.0, 4.0], [2.0, 4.0, 1.0]]
+
+
+@penalisers
+def test_a_ban_wins_over_any_logit_and_any_other_bias(target: Target) -> None:
+    """In either order, and behind the penalties; an entry that is not used bans nothing."""
+    minus, row = float("-inf"), [1.0, float("inf"), float("nan"), 4.0, 5.0]
+    for repetition in (1.0, 2.0):
+        logits = torch.tensor([row], device=target.device)
+        counts = torch.ones(1, 5, dtype=torch.int32, device=target.device)
+        one, zero = (torch.tensor([value], device=target.device) for value in (repetition, 0.0))
+        ids = torch.tensor([[3, 1, 0, 2, 0, -1]], device=target.device)
+        values = torch.tensor([[100.0, minus, minus, minus, 100.0, minus]], device=target.device)
+        ops.penalize_logits_(logits, counts, counts > 1, one, zero, zero, ids, values, backend=target.provider)
+        assert logits.tolist() == [[minus, minus, minus, 4.0 / repetition + 100, 5.0 / repetition]]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 1000, 4096, 9000])
+@penalisers
+def test_every_token_of_a_large_vocabulary(target: Target, vocab_size: int) -> None:
+    """Biases and bans on the first and the last token and in between, in rows with penalties and without."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, vocab_size, generator=generator)
+    counts = torch.randint(0, 3, (2, vocab_size), generator=generator, dtype=torch.int32)
+    chosen = sorted({0, vocab_size // 2, vocab_size - 1})
+    ids = torch.tensor([chosen, chosen])
+    values = torch.full(ids.shape, 3.0)
+    values[:, -1] = float("-inf")
+    expected = logits.clone()
+    expected[1] -= 0.5 * counts[1]
+    expected[:, chosen] += values
+    penalties = torch.ones(2), torch.tensor([0.0, 0.5]), torch.zeros(2)
+    tensors = [t.to(target.device) for t in (logits, counts, counts > 9, *penalties, ids, values)]
+    ops.penalize_logits_(*tensors, backend=target.provider)
+    torch.testing.assert_close(tensors[0].cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["ref", "triton"])
+def test_places_beyond_2_31_counts(provider: str) -> None:
+    vocab_size = 152000
+    places = (1 << 31) // vocab_size + 3
+    counts = torch.zeros(places, vocab_size, dtype=torch.int32, device="cuda")
+    prompt = torch.zeros(places, vocab_size, dtype=torch.bool, device="cuda")
+    counts[-1, 7], prompt[-1, 9] = 2, True
+    logits = torch.full((1, vocab_size), 4.0, device="cuda")
+    columns = [torch.tensor([value], device="cuda") for value in (2.0, 0.5, 0.0)]
+    ids, values = torch.full((1, 1), -1, device="cuda"), torch.zeros(1, 1, device="cuda")
+    place = torch.tensor([places - 1], device="cuda")
+    ops.penalize_logits_(logits, counts, prompt, *columns, ids, values, place, backend=provider)
+    assert logits[0, 5:11].tolist() == [4.0, 4.0, 1.0, 4.0, 2.0, 4.0]
+
+
+def test_places_must_fit_the_rows() -> None:
+    logits, counts = torch.zeros(2, 3), torch.zeros(4, 3, dtype=torch.int32)
+    columns, bias = [torch.ones(2)] * 3, (torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
+    with pytest.raises(ValueError, match=r"^output_counts must have shape \(2, 3\)"):
+        ops.penalize_logits_(logits, counts, counts > 0, *columns, *bias)
+    with pytest.raises(ValueError, match=r"^places must have shape \(2\)"):
+        ops.penalize_logits_(logits, counts, counts > 0, *columns, *bias, torch.zeros(3, dtype=torch.int64))

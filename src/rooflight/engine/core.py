@@ -195,10 +195,10 @@ class Engine:
             return
         advanced = self.scheduler.landed(plan, tokens)
         self._launches.popleft()
-        reported = {s.request_id: report for s, report in zip(sampling, reports, strict=True)}
+        reported = {s.request_id: of_tokens for s, of_tokens in zip(sampling, reports, strict=True)}
         gains = [(self._requests[sequence.request_id], count) for sequence, count in advanced]
         self._recorder.step(now, plan.steps, gains)
-        self._due.extend((request, reported[request.id], now) for request, count in gains for _ in range(count))
+        self._due.extend((request, report, now) for request, count in gains for report in reported[request.id][:count])
 
     def _recall(self) -> None:
         """Forget what is in flight, and what went wrong behind it."""

@@ -6,7 +6,9 @@ is planned and asked for while this one runs: tokens that the host has not seen 
     decode    graphs of one and of `most_steps` steps for each number of rows in `buckets`, padded up to it
     prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
               one long prompt alone, and what does not fit, kernel by kernel
-    the rest  penalties, biases, log-probabilities: as on a CPU, with the host
+    options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
+              are made when they are first asked for; beside prompts kernel by kernel
+    the rest  prompt_logprobs: as on a CPU, with the host
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from typing import Any
 import torch
 
 from rooflight.engine.kv_cache import KVCache
-from rooflight.engine.launch import Landed, Launch
+from rooflight.engine.launch import InFlight, Launch
+from rooflight.engine.logit_state import LogitState
+from rooflight.engine.options import Options, Wish, wish_of
 from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch, PromptSize
-from rooflight.engine.upload import Arrival
 from rooflight.models.decoder import Decoder
 from rooflight.models.recipe import Recipe
 
@@ -47,22 +50,8 @@ MIXED_SIZES = tuple(
         (8192, 128, 1024),
     )
 )
+LATE = "options", "reports"  # graphs of decode steps with options, without and with log-probabilities
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
-
-
-class InFlight:
-    """A launch whose tokens arrive. gets: for each row that samples, how many; columns: where they are."""
-
-    prompt_logits: Many[torch.Tensor] = ()
-
-    def __init__(self, arrival: Arrival, gets: list[int], columns: list[int] | None = None) -> None:
-        self._arrival, self._gets = arrival, gets
-        self._columns = list(range(len(gets))) if columns is None else columns
-
-    def land(self) -> Landed:
-        tokens = self._arrival.wait()
-        given = [tokens[:many, column].tolist() for many, column in zip(self._gets, self._columns, strict=True)]
-        return given, [None] * len(given)
 
 
 class GraphRunner(Runner):
@@ -72,6 +61,7 @@ class GraphRunner(Runner):
     """
 
     ahead = 1
+    options_on_device = True
 
     def __init__(
         self,
@@ -96,56 +86,82 @@ class GraphRunner(Runner):
             self._prompts = [PromptBatch(self.model, room) for room in sizes]
             self._any_prompts = PromptBatch(self.model, PromptSize(max_num_batched_tokens, max_num_seqs, max_num_seqs))
         self._graphs: dict[tuple[str | int, ...], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # of the graphs' memory, if there are graphs
+        self._state = LogitState(max_num_seqs, decoder.config.vocab_size, self.device)
         if graphs:
             self._capture_all()
 
     def launch(self, plan: StepPlan, sampling: Many[Sequence]) -> Launch:
         if plan.needs_host:
+            self._state.forget(plan.rows)
             return super().launch(plan, sampling)
         with torch.inference_mode(), on_device(self.device):
-            if all(map(_decodes, plan.rows)):
-                return InFlight(self._ask_decode(plan, sampling), [plan.gets(row) for row in plan.rows])
-            return self._ask_prompts(plan, sampling)
+            wish = wish_of(plan, sampling)
+            self._state.write(wish.rows, wish.sequences)
+            ask = self._ask_decode if all(map(_decodes, plan.rows)) else self._ask_prompts
+            launch = ask(plan, sampling, wish)
+            self._state.launched(wish.rows, wish.sequences, [plan.gets(row) for row in wish.rows])
+            return launch
 
-    def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence]) -> Arrival:
+    def _options(self, batch: DecodeBatch | PromptBatch, wish: Wish) -> Options | None:
+        return Options(self._state, batch.reports if wish.reports else None) if wish.places else None
+
+    def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence], wish: Wish) -> InFlight:
         batch = self._decode[_fitting(self.buckets, len(plan.rows))]
-        batch.write(plan.rows, sampling)
-        out = batch.down.begin()
+        batch.write(plan.rows, sampling, wish.places)
         many = self.most_steps if plan.steps == self.most_steps else 1
+        options = self._options(batch, wish)
+        key: tuple[str | int, ...] = ("decode", batch.rows, many)
+        step = partial(_decode_steps, batch, many, options)
+        if options is not None:
+            key = (LATE[options.reports is not None], batch.rows, many, self._state.width)
+            self._capture_late(key, step, options)
+        out, reports = batch.down.begin(), options.reports if options else None
         for first in range(0, plan.steps, many):
-            self._replay(("decode", batch.rows, many), partial(_decode_steps, batch, many))
+            self._replay(key, step)
             out[first : first + many].copy_(batch.history[:many], non_blocking=True)
-        return batch.down.end()
+            if reports:
+                reports.copy(first, many)
+        gets = [plan.gets(row) for row in plan.rows]
+        return InFlight(batch.down.end(), gets, range(len(gets)), reports.end(wish.tops) if reports else None)
 
-    def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence]) -> InFlight:
+    def _ask_prompts(self, plan: StepPlan, sampling: Many[Sequence], wish: Wish) -> InFlight:
         # Prompts before sequences that decode: behind them these have attention of their own.
         order = sorted(range(len(plan.rows)), key=lambda index: _decodes(plan.rows[index]))
         owners = iter(sampling)
         drawing = {index: next(owners) for index, row in enumerate(plan.rows) if row.samples}
         sequences = [drawing[index] for index in order if index in drawing]
         rows = [plan.rows[index] for index in order]
-        batch, many = self._room_for(rows)
+        batch, many = self._room_for(rows, bool(wish.places))
         prompts, decodes = rows[:many], rows[many:]
+        reports = None
         if batch is None:
             batch = self._any_prompts
-            size = _size_of(prompts, decodes)
-            batch.write(prompts, decodes, sequences, size)
-            batch.step(size, len(sequences), self._is_long(rows))
+            size, options = _size_of(prompts, decodes), self._options(batch, wish)
+            batch.write(prompts, decodes, sequences, size, wish.places)
+            batch.step(size, len(sequences), self._is_long(rows), options)
+            reports = options.reports if options else None
         else:
             size = batch.room
             batch.write(prompts, decodes, sequences, size)
             self._replay(("prompt", *size), partial(batch.step, size, size.rows))
         batch.down.begin().copy_(batch.drawn, non_blocking=True)
+        if reports:
+            reports.copy(0, 1)
         columns = {index: column for column, index in enumerate(index for index in order if index in drawing)}
-        return InFlight(batch.down.end(), [1] * len(columns), [columns[index] for index in drawing])
+        arrival = batch.down.end(), [1] * len(columns), [columns[index] for index in drawing]
+        return InFlight(*arrival, reports.end(wish.tops) if reports else None)
 
-    def _room_for(self, rows: list[Row]) -> tuple[PromptBatch | None, int]:
-        """The smallest captured step that holds these rows, and how many of them, the first ones, are its prompts."""
+    def _room_for(self, rows: list[Row], options: bool) -> tuple[PromptBatch | None, int]:
+        """The smallest captured step that holds these rows, and how many of them, the first ones, are its prompts.
+
+        None: there is no such step, nor are there any with options.
+        """
         prompts = sum(not _decodes(row) for row in rows)
         apart = _size_of(rows[:prompts], rows[prompts:])
         # A few sequences that decode can pass for prompts of one token.
         together = _size_of(rows, [])
-        if self._is_long(rows):
+        if options or self._is_long(rows):
             return None, prompts
         for batch in self._prompts:
             if batch.room.holds(apart):
@@ -169,7 +185,7 @@ class GraphRunner(Runner):
 
     def _capture_all(self) -> None:
         """Every graph there may be a use for; none is made while requests wait."""
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), on_device(self.device):
             for prompt in reversed(self._prompts):
                 self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
@@ -193,6 +209,27 @@ class GraphRunner(Runner):
         self._graphs[key] = graph
         self._count(f"first {key[0]} steps", between - begin)
         self._count(f"{key[0]} graphs", time.perf_counter() - between)
+
+    def _capture_late(self, key: tuple[str | int, ...], step: Callable[[], None], options: Options) -> None:
+        """A graph of decode steps with options, while requests wait: not everybody has use for one.
+
+        The steps must not run for it, since they move the batch on. All but their draws has run before.
+        """
+        if self._pool is None or key in self._graphs:
+            return
+        self._graphs = {
+            other: graph for other, graph in self._graphs.items() if other[0] not in LATE or other[3] == key[3]
+        }
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            options.rehearse(int(key[1]), self.decoder.embed.dtype)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self._graphs[key] = graph
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
@@ -233,7 +270,7 @@ def _fitting(sizes: Many[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
 
 
-def _decode_steps(batch: DecodeBatch, many: int) -> None:
+def _decode_steps(batch: DecodeBatch, many: int, options: Options | None = None) -> None:
     batch.begin()
     for index in range(many):
-        batch.step(index)
+        batch.step(index, options)

@@ -30,6 +30,7 @@ class Ledger:
         max_num_batched_tokens: int,
         prefix_cache: bool = True,
         most_steps: int = 1,
+        options_on_device: bool = False,
     ) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.page_size = page_size
@@ -37,6 +38,7 @@ class Ledger:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_cache = prefix_cache
         self.most_steps = most_steps
+        self.options_on_device = options_on_device
         self.in_flight: deque[StepPlan] = deque()  # launched and not landed, the oldest first
         self.waiting: list[Sequence] = []  # both in the order of request ids, which is that of arrival
         self.running: list[Sequence] = []

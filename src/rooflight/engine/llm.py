@@ -112,7 +112,9 @@ class LLM:
                 self.start_seconds |= runner.seconds
             else:
                 runner = Runner(self.decoder, cache, plan.max_model_len)
-        scheduler = Scheduler(plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps)
+        scheduler = Scheduler(
+            plan.num_pages, page_size, most_seqs, most_tokens, prefix_cache, runner.most_steps, runner.options_on_device
+        )
         ends = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.engine = Engine(runner, scheduler, self.tokenizer, ends)
         self.claimed = False  # by an AsyncEngine, whose thread alone may run it then

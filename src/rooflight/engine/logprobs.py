@@ -24,27 +24,47 @@ def prompt_logprobs(logits: torch.Tensor, next_tokens: Many[int], k: int) -> lis
 def token_logprobs(raw: torch.Tensor, tokens: Many[int], counts: Many[int]) -> list[TokenLogprobs | None]:
     """raw (len(tokens), vocab_size) FP32 as the model gave it, the token drawn and the number of best ones of each row.
 
-    None for a row that `ops.sample` gave no token. `raw` is changed in place: a row that has a token may still have
-    +inf, or NaN at an end token that was banned, so NaN becomes -inf and +inf the largest number.
+    None for a row that `ops.sample` gave no token. `raw` is changed in place.
     """
-    return _describe(raw.nan_to_num_(nan=-INF, posinf=FLOAT32_MAX, neginf=-INF), tokens, counts)
+    return _describe(repaired_(raw), tokens, counts)
 
 
-def _describe(logits: torch.Tensor, tokens: Many[int], counts: Many[int]) -> list[TokenLogprobs | None]:
-    # The number of best ones that is worked out depends on no row's own, nor does the choice among equals then.
-    width = min(MAX_LOGPROBS, logits.shape[1]) if any(counts) else 0
-    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+def repaired_(raw: torch.Tensor) -> torch.Tensor:
+    """Logits as the model gave them, such that every row that has a token has a distribution too; in place.
+
+    It may still have +inf, or NaN at an end token that was banned: NaN becomes -inf, and +inf the largest number.
+    """
+    return raw.nan_to_num_(nan=-INF, posinf=FLOAT32_MAX, neginf=-INF)
+
+
+def best_logprobs(logits: torch.Tensor, ids: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    """`ops.top_logprobs` as it is reported: in range, and equals among the fetched by token id. All on the device.
+
+    The greedy token, which is the first of equals, then comes first here too. How many are worked out should depend on
+    no row's own wish, nor does the choice among equals then.
+    """
     chosen, values, indices = ops.top_logprobs(logits, ids, width)
-    # Equals among the fetched by token id: the greedy token, which is the first of equals, then comes first here too.
     indices, order = indices.sort(-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     indices = indices.gather(-1, order)
     # Two finite logits may be further apart than FP32 goes, and a provider's rounding may end above 0.
-    chosen, values = chosen.clamp(-FLOAT32_MAX, 0), values.clamp(max=0)
-    rows = zip(tokens, chosen.tolist(), indices.tolist(), values.tolist(), counts, strict=True)
-    return [
-        TokenLogprobs(token, logprob, tuple((i, v) for i, v in zip(best[:k], tops[:k], strict=True) if v > -INF))
-        if logprob == logprob  # NaN: the row has no distribution
-        else None
-        for token, logprob, best, tops, k in rows
-    ]
+    return chosen.clamp(-FLOAT32_MAX, 0), values.clamp(max=0), indices
+
+
+def as_report(token: int, chosen: float, values: Many[float], indices: Many[int], k: int) -> TokenLogprobs | None:
+    """What `best_logprobs` found for one row, with the k best that it asked for; None: it has no distribution."""
+    if chosen != chosen:
+        return None
+    return TokenLogprobs(token, chosen, tuple((i, v) for i, v in zip(indices[:k], values[:k], strict=True) if v > -INF))
+
+
+def width_for(vocab_size: int) -> int:
+    """How many best ones are worked out, whoever asks for how many."""
+    return min(MAX_LOGPROBS, vocab_size)
+
+
+def _describe(logits: torch.Tensor, tokens: Many[int], counts: Many[int]) -> list[TokenLogprobs | None]:
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    found = best_logprobs(logits, ids, width_for(logits.shape[1]) if any(counts) else 0)
+    chosen, values, indices = (tensor.tolist() for tensor in found)
+    return [as_report(*row) for row in zip(tokens, chosen, values, indices, counts, strict=True)]

@@ -45,13 +45,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def working_bytes(config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """What a step on a GPU needs beside weights and cache: logits of all sequences, activations, graphs, libraries.
+    """What a step on a GPU needs beside weights and cache: logits of all sequences, what is kept of each to change and
+    report them, activations, graphs, libraries.
 
     Generous: a pool that leaves too little fails at the first full batch, hours after it was made.
     """
-    logits = max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
+    # In the model's dtype and four times in FP32: as they are, as they were, changed, as log-probabilities.
+    logits = max_num_seqs * config.vocab_size * (dtype.itemsize + 4 * torch.float32.itemsize)
+    tables = (max_num_seqs + 1) * config.vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
     widths = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * config.head_dim
-    return logits + max_num_batched_tokens * widths * dtype.itemsize + GPU_FIXED
+    return logits + tables + max_num_batched_tokens * widths * dtype.itemsize + GPU_FIXED
 
 
 def plan_cache(

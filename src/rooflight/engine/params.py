@@ -133,7 +133,7 @@ class SamplingParams:
         if highest >= vocab_size:
             raise ValueError(f"logit_bias must have token ids below {vocab_size}, was one with {highest}")
 
-    # The next four are asked for at every token, so they are worked out once.
+    # The next five are asked for at every token, so they are worked out once.
 
     @cached_property
     def filters(self) -> tuple[float, float, float, int]:
@@ -154,9 +154,14 @@ class SamplingParams:
         return self.penalties != (1, 0, 0) or len(self.logit_bias) > 0
 
     @cached_property
-    def needs_host(self) -> bool:
-        """Whether the host helps to draw every token: it changes the logits, by all tokens so far, or reads them."""
+    def has_options(self) -> bool:
+        """Whether every token is more than a draw: its logits are changed, by all tokens so far, or reported."""
         return self.changes_logits or self.logprobs is not None
+
+    @cached_property
+    def may_have_options(self) -> bool:
+        """The same, or the ban of end tokens among the first ones."""
+        return self.has_options or self.min_tokens > 0
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -33,8 +33,8 @@ class Row(NamedTuple):
 class StepPlan:
     """steps: decode steps of the launch, each with the tokens that the one before gave; all rows sample if it has more.
 
-    needs_host: a row's next token is made with the host's help, or it gives prompt_logprobs. Such a launch is alone:
-    nothing is in flight beside it.
+    needs_host: a row's next token is made with the host's help (see `Scheduler`), or it gives prompt_logprobs. Such a
+    launch is alone: nothing is in flight beside it.
     """
 
     rows: tuple[Row, ...]

@@ -23,12 +23,14 @@ class Runner:
     """Owns the model and the KV memory. Nothing outside knows where tensors live.
 
     ahead: launches that may be in flight while the next one is planned and launched; those of this runner are over at
-    once. most_steps: most decode steps of a launch.
+    once. most_steps: most decode steps of a launch. options_on_device: whether it changes logits and reports
+    log-probabilities without the host, so that plans with them may be launched ahead and have several steps.
     On a CPU it packs the decoder's weights, in place.
     """
 
     ahead = 0
     most_steps = 1
+    options_on_device = False
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_model_len: int) -> None:
         self.decoder = decoder
@@ -44,12 +46,12 @@ class Runner:
 
         It runs behind what was launched before. If it raises, nothing has begun: launches in flight go on, and
         `UNKNOWN` still stands for what they give. What counts of a sequence are its parameters and its seed; its tokens
-        count only where the plan needs the host, since else they may be those of some launches ago.
+        may be those of some launches ago, unless the plan needs the host or nothing of the sequence is in flight.
         """
         last = dict(self._last)
         drawing = [row for row in plan.rows if row.samples]
         given: list[list[int]] = [[] for _ in drawing]
-        reports: list[TokenLogprobs | None] = []
+        reports: list[list[TokenLogprobs | None]] = [[] for _ in drawing]
         prompt_logits: Many[torch.Tensor] = ()
         for step in range(plan.steps):
             rows = [_known(row, step, last) for row in plan.rows if step == 0 or step < plan.gets(row)]
@@ -59,12 +61,13 @@ class Runner:
             now = [index for index, row in enumerate(drawing) if step < plan.gets(row)]
             if now:
                 positions = [row.start + len(row.tokens) for row in rows if row.samples]
-                tokens, reports = sample(logits, [sampling[index] for index in now], positions)
-                for index, token in zip(now, tokens, strict=True):
+                drawn = sample(logits, [sampling[index] for index in now], positions)
+                for index, token, report in zip(now, *drawn, strict=True):
                     given[index].append(token)
+                    reports[index].append(report)
                     last[drawing[index].place] = token
         self._last = last
-        return Done(given, reports if plan.needs_host else [None] * len(drawing), prompt_logits)
+        return Done(given, reports, prompt_logits)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits (plan.num_logits, vocab_size) FP32, in the order of the plan's rows and their tokens."""

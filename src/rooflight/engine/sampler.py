@@ -1,4 +1,4 @@
-"""Logits -> one token a sequence, by each sequence's own parameters.
+"""Logits -> one token a sequence, by each sequence's own parameters, with the host; `options.py` does it without.
 
 In this order: log-probabilities are taken from the model's logits; penalties and bias; the ban of end tokens before
 min_tokens, which no bias can lift; the draw. Everything is made from the sequence's parameters, seed and tokens, and

@@ -29,7 +29,8 @@ class Scheduler(Ledger):
     """Continuous batches over a page pool; see the module text.
 
     max_num_seqs: sequences that run together, never more than a step has room for. max_num_batched_tokens: that room.
-    most_steps: decode steps of a launch; a launch has 1, 2, 4, 8, … of them.
+    most_steps: decode steps of a launch; a launch has 1, 2, 4, 8, … of them. options_on_device: the runner needs the
+    host for prompt_logprobs alone; else also to change logits and to report log-probabilities.
     """
 
     def plan(self) -> StepPlan | None:
@@ -51,7 +52,7 @@ class Scheduler(Ledger):
                 chunks[sequence] = min(chunks[sequence], logits)
                 logits -= chunks[sequence]
         parts = [(s, tokens) for s in left if (tokens := chunks.get(s, 1)) > 0]
-        needs_host = any(s.needs_host for s, _ in parts)
+        needs_host = any(s.reads_prompt if self.options_on_device else s.needs_host for s, _ in parts)
         if not parts or (needs_host and self.in_flight):
             return None
         steps = 1 if needs_host or prompts else self._steps(list(left))

@@ -58,11 +58,11 @@ class Sequence:
         """Whether the launches in flight give it the last token that it may have."""
         return self.pending > 0 and self.num_tokens >= self.max_len
 
+    def has_options(self, num_tokens: int) -> bool:
+        """Whether the token behind so many is more than a draw: its logits are changed or reported."""
+        return self.params.has_options or num_tokens - self.num_prompt < self.params.min_tokens
+
     @property
     def needs_host(self) -> bool:
-        """Whether the host takes part in its next token: it must know the tokens before, or look at the logits."""
-        params = self.params
-        if params.needs_host:
-            return True
-        generated = len(self.tokens) + self.pending - self.num_prompt
-        return generated < params.min_tokens or (generated == 0 and params.prompt_logprobs is not None)
+        """Whether a host that draws has to know the tokens before its next one, or to look at the logits."""
+        return self.has_options(self.num_tokens) or self.reads_prompt

@@ -8,6 +8,8 @@ graph's size write nothing: slot -1, no keys, no place.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from collections.abc import Set
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +17,15 @@ import torch
 
 from rooflight import ops
 from rooflight.engine.kv_cache import KVCache
+from rooflight.engine.options import SAMPLING, Options, Reports, draw
 from rooflight.engine.plan import Row
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.upload import Columns, Download, Upload
 from rooflight.models.decoder import Decoder
 
 NOWHERE = -1  # the place of a row that is none: the last, spare one of all last tokens
-INTS, SHORTS, FLOATS = torch.int64, torch.int32, torch.float32
-SAMPLING = {"temperature": FLOATS, "top_p": FLOATS, "min_p": FLOATS, "top_k": SHORTS, "seeds": INTS, "num_tokens": INTS}
+INTS, SHORTS = torch.int64, torch.int32
+PLAIN: frozenset[int] = frozenset()
 
 
 class Model:
@@ -32,20 +35,26 @@ class Model:
         self.decoder, self.cache, self.max_model_len = decoder, cache, max_model_len
         self.device = cache.data.device
         self.table_width = -(-max_model_len // cache.page_size)
+        self.spare = places
         self.last_tokens = torch.zeros(places + 1, dtype=torch.int64, device=self.device)
 
     def known(self, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Ids with those that the host did not know. A row that got no token goes on with any: nobody looks."""
         return torch.where(ids < 0, self.last_tokens[places].clamp(min=0), ids)
 
-    def draw(self, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        rows = logits.shape[0]
-        options = [given[name][:rows] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "num_tokens")]
-        return ops.sample(logits, *options)
+    def next_tokens(
+        self, hidden: torch.Tensor, given: dict[str, torch.Tensor], options: Options | None, step: int = 0
+    ) -> torch.Tensor:
+        if options is None:
+            return draw(self.decoder.raw_logits(hidden), given)
+        return options.draw(self.decoder.logits(hidden), given, step)
+
+    def reports(self, steps: int, rows: int) -> Reports:
+        return Reports(steps, rows, self.decoder.config.vocab_size, self.device)
 
 
 def _sampling_columns(rows: int) -> Columns:
-    return {name: ((rows,), dtype) for name, dtype in SAMPLING.items()}
+    return {name: ((rows,), dtype) for name, dtype in {**SAMPLING, "tables": INTS}.items()}
 
 
 def _write_sampling(host: dict[str, np.ndarray], sequences: Many[Sequence], num_tokens: Many[int]) -> None:
@@ -57,6 +66,13 @@ def _write_sampling(host: dict[str, np.ndarray], sequences: Many[Sequence], num_
         host[name][count:] = 0
     host["seeds"][:count] = [sequence.seed for sequence in sequences]
     host["num_tokens"][:count] = num_tokens
+
+
+def _write_tables(host: dict[str, np.ndarray], places: Many[int], optional: Set[int], spare: int) -> None:
+    """Where the state of the rows that sample is; optional: places of those that have one."""
+    if optional:
+        host["tables"][: len(places)] = [place if place in optional else spare for place in places]
+        host["tables"][len(places) :] = spare
 
 
 class DecodeBatch:
@@ -73,10 +89,17 @@ class DecodeBatch:
         }
         self.upload = Upload(columns, model.device)
         self.history = torch.zeros(most_steps, rows, dtype=torch.int64, device=model.device)
-        self.down = Download(most_steps, rows, model.device)
+        self.down = Download((most_steps, rows), model.device)
 
-    def write(self, rows: Many[Row], sequences: Many[Sequence]) -> None:
-        """Write down a launch of these rows, none of which is longer than one token, and send it."""
+    @cached_property
+    def reports(self) -> Reports:
+        return self.model.reports(*self.history.shape)
+
+    def write(self, rows: Many[Row], sequences: Many[Sequence], optional: Set[int] = PLAIN) -> None:
+        """Write down a launch of these rows, none of which is longer than one token, and send it.
+
+        optional: places of rows that draw with options.
+        """
         host, count, size = self.upload.begin(), len(rows), self.model.cache.page_size
         starts = np.array([row.start for row in rows])
         table = host["table"]
@@ -93,6 +116,7 @@ class DecodeBatch:
         for name, (values, padding) in columns.items():
             host[name][:count], host[name][count:] = values, padding
         _write_sampling(host, sequences, (starts + 1).tolist())
+        _write_tables(host, [row.place for row in rows], optional, self.model.spare)
         self.upload.send()
 
     def begin(self) -> None:
@@ -100,12 +124,12 @@ class DecodeBatch:
         given = self.upload.device
         given["ids"].copy_(self.model.known(given["ids"], given["places"]))
 
-    def step(self, index: int) -> None:
+    def step(self, index: int, options: Options | None = None) -> None:
         """One step; its tokens go to row `index` of the history."""
         model, given = self.model, self.upload.device
         meta = ops.AttentionMeta(given["table"], given["seq_lens"], given["seq_lens"], 1, model.max_model_len)
         hidden = model.decoder(given["ids"], given["positions"], model.cache.layers, given["slots"], meta, True)
-        tokens = model.draw(model.decoder.raw_logits(hidden), given)
+        tokens = model.next_tokens(hidden, given, options, index)
         ids, positions, num_tokens = given["ids"], given["positions"], given["num_tokens"]
         moved = ids, positions, num_tokens, given["seq_lens"], given["slots"], model.last_tokens, self.history
         rest = given["table"], given["limits"], given["places"], model.cache.page_size
@@ -142,10 +166,24 @@ class PromptBatch:
         }
         self.upload = Upload(columns, model.device)
         self.drawn = torch.zeros(1, room.rows, dtype=torch.int64, device=model.device)
-        self.down = Download(1, room.rows, model.device)
+        self.down = Download((1, room.rows), model.device)
 
-    def write(self, prompts: Many[Row], decodes: Many[Row], sequences: Many[Sequence], size: PromptSize) -> None:
-        """Write down a step and send it, for `step(size)`. sequences: of the rows that sample, in the rows' order."""
+    @cached_property
+    def reports(self) -> Reports:
+        return self.model.reports(*self.drawn.shape)
+
+    def write(
+        self,
+        prompts: Many[Row],
+        decodes: Many[Row],
+        sequences: Many[Sequence],
+        size: PromptSize,
+        optional: Set[int] = PLAIN,
+    ) -> None:
+        """Write down a step and send it, for `step(size)`. sequences: of the rows that sample, in the rows' order.
+
+        optional: places of rows that draw with options.
+        """
         host, page_size = self.upload.begin(), self.model.cache.page_size
         lengths = np.array([len(row.tokens) for row in prompts], dtype=np.int64)
         ends = np.cumsum(lengths)
@@ -178,9 +216,10 @@ class PromptBatch:
         ):
             host[name][: len(sampling)], host[name][len(sampling) :] = values, nothing
         _write_sampling(host, sequences, (starts + counts)[sampling].tolist())
+        _write_tables(host, places[sampling].tolist(), optional, self.model.spare)
         self.upload.send()
 
-    def step(self, size: PromptSize, sampling: int, whole_prompt: bool = False) -> None:
+    def step(self, size: PromptSize, sampling: int, whole_prompt: bool = False, options: Options | None = None) -> None:
         """Run what was written. sampling: rows that sample; in a graph all that there is room for."""
         model, given, total = self.model, self.upload.device, size.tokens + size.decodes
         ids = model.known(given["ids"][:total], given["owners"][:total])
@@ -193,6 +232,6 @@ class PromptBatch:
         positions, slots = given["positions"][:total], given["slots"][:total]
         hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
         if sampling:
-            drawn = model.draw(model.decoder.raw_logits(hidden[given["wanted"][:sampling]]), given)
+            drawn = model.next_tokens(hidden[given["wanted"][:sampling]], given, options)
             model.last_tokens[given["places"][:sampling]] = drawn
             self.drawn[0, :sampling] = drawn

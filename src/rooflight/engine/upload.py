@@ -18,6 +18,36 @@ TURNS = 3  # one launch running, one waiting behind it, one being written down
 Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+def _spans(columns: Columns) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where the bytes of each array begin and end in a buffer that has them all, and its size."""
+    spans, total = {}, 0
+    for name, (shape, dtype) in columns.items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        spans[name] = total, total + size
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return spans, total
+
+
+def _views(buffer: torch.Tensor, columns: Columns) -> dict[str, torch.Tensor]:
+    spans, _ = _spans(columns)
+    return {
+        name: buffer[spans[name][0] : spans[name][1]].view(dtype).view(shape)
+        for name, (shape, dtype) in columns.items()
+    }
+
+
+def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Arrays of any sizes, new on the device, in one copy that nobody waits for.
+
+    PyTorch gives the pinned memory to nobody else before the copy has run.
+    """
+    columns = {name: (array.shape, torch.from_numpy(array).dtype) for name, array in arrays.items()}
+    source = torch.empty(_spans(columns)[1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, view in _views(source, columns).items():
+        view.numpy()[...] = arrays[name]
+    return _views(source.to(device, non_blocking=True), columns)
+
+
 class Upload:
     """Named arrays of given shapes and dtypes in one buffer.
 
@@ -26,23 +56,12 @@ class Upload:
     """
 
     def __init__(self, columns: Columns, device: torch.device) -> None:
-        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in columns.items()}
-        places, total = {}, 0
-        for name, size in sizes.items():
-            places[name] = total
-            total += -(-size // ALIGNMENT) * ALIGNMENT
+        _, total = _spans(columns)
         self._target = torch.zeros(total, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._sources = [torch.zeros(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)]
-
-        def views(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {
-                name: buffer[places[name] : places[name] + sizes[name]].view(dtype).view(shape)
-                for name, (shape, dtype) in columns.items()
-            }
-
-        self.device = views(self._target)
-        self._host = [{name: view.numpy() for name, view in views(source).items()} for source in self._sources]
+        self.device = _views(self._target, columns)
+        self._host = [{name: view.numpy() for name, view in _views(s, columns).items()} for s in self._sources]
         self._sent = [torch.cuda.Event() if pinned else None for _ in range(TURNS)]
         self._turn = 0
 
@@ -61,20 +80,20 @@ class Upload:
 
 
 class Download:
-    """Token ids (steps, rows) on their way back; takes turns like `Upload`.
+    """An array, token ids say, on its way back; takes turns like `Upload`.
 
     The host's side has the shape of what is copied: into a part of a larger one the copy would make the host wait.
     """
 
-    def __init__(self, steps: int, rows: int, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> None:
         pinned = device.type == "cuda"
-        self._turns = [torch.zeros(steps, rows, dtype=torch.int64, pin_memory=pinned) for _ in range(TURNS)]
+        self._turns = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(TURNS)]
         self._events = [torch.cuda.Event() if pinned else None for _ in range(TURNS)]
         self._device = device
         self._turn = 0
 
     def begin(self) -> torch.Tensor:
-        """Where this turn's tokens are to be copied, without waiting."""
+        """Where this turn's numbers are to be copied, without waiting."""
         self._turn = (self._turn + 1) % TURNS
         return self._turns[self._turn]
 
@@ -87,12 +106,12 @@ class Download:
 
 
 class Arrival:
-    """Tokens that will be there once the device has got so far."""
+    """Numbers that will be there once the device has got so far."""
 
-    def __init__(self, tokens: np.ndarray, event: torch.cuda.Event | None) -> None:
-        self._tokens, self._event = tokens, event
+    def __init__(self, numbers: np.ndarray, event: torch.cuda.Event | None) -> None:
+        self._numbers, self._event = numbers, event
 
     def wait(self) -> np.ndarray:
         if self._event is not None:
             self._event.synchronize()
-        return self._tokens
+        return self._numbers

@@ -22,6 +22,7 @@ TRITON = {  # operator -> module under kernels/triton with a launcher of the ope
     "fused_add_rms_norm_": "norm",
     "layer_norm": "layer_norm",
     "layer_norm_backward": "layer_norm_backward",
+    "penalize_logits_": "penalties",
     "prefill_attention": "prefill_attention",
     "qk_norm_rope_attention_": "qk_norm_rope_attention",
     "qk_norm_rope_cache_": "qk_norm_rope_cache",
