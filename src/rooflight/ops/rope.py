@@ -178,7 +178,7 @@ def _backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[Any
     inverse = torch.cat((cos_sin[:, :half], -cos_sin[:, half:]), 1)
     # Gradients come as they come, also expanded with stride 0, which a kernel would refuse.
     grad_q, grad_k = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k))
-    grad_q, grad_k = rope(grad_q, grad_k, inverse, positions, interleaved=ctx.interleaved)
+    grad_q, grad_k = rope(grad_q, grad_k, inverse, positions, interleaved=ctx.interleaved, backend=ctx.provider)
     return grad_q, grad_k, None, None, None
 
 
