@@ -39,8 +39,9 @@ def _prefill(
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt, which see most keys, go first
     tile = program // KV_HEADS
     kv_head = (program % KV_HEADS).to(tl.int64)
-    # The last sequence whose first tile is not behind this one; number num_seqs stands for the tokens after all. Counted,
-    # since loads that wait for each other, as a search by halves has them, took a sixth of the time of short prompts.
+    # The last sequence whose first tile is not behind this one; number num_seqs stands for the tokens after all.
+    # Counted, since loads that wait for each other, as a search by halves has them, took a sixth of the time of short
+    # prompts.
     seq = -1
     for begin in range(0, num_seqs + 1, SEARCH):
         index = begin + tl.arange(0, SEARCH)
