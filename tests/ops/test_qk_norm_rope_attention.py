@@ -91,7 +91,8 @@ def dims_of(draw: Callable[..., Any]) -> dict[str, Any]:
 def test_equals_the_two_one_after_the_other(target: Target) -> None:
     """Of any heads, groups, pages, windows, parts, norms and rotations."""
 
-    @settings(max_examples=200 if target.device == "cuda" else 60 if target.provider == "ref" else 12)
+    # Triton compiles each of them, or interprets it in seconds.
+    @settings(max_examples={"ref": 60, "triton": 12, "cuda": 200}[target.provider])
     @given(dims_of(), st.sampled_from(target.op.dtypes))
     def check(dims: dict[str, Any], dtype: torch.dtype) -> None:
         got = check_equals_two(target, given_of(target, dtype, **dims))
@@ -106,8 +107,8 @@ def test_equals_the_two_one_after_the_other(target: Target) -> None:
 @implementations("qk_norm_rope_attention_")
 def test_any_number_of_query_heads_a_kv_head(target: Target, group: int) -> None:
     """Several kernels' blocks share a KV head then: one of them writes its key."""
-    if target.provider == "triton" and target.device == "cpu" and group % 4:
-        pytest.skip("every fourth in the interpreter")
+    if target.provider == "triton" and group % 4:
+        pytest.skip("every fourth in Triton, which compiles or interprets each")
     for dtype in target.op.dtypes:
         dims = {"seq_lens": (33, 0, 16), "num_heads": 2 * group, "num_kv_heads": 2, "head_dim": 128}
         check_equals_two(target, given_of(target, dtype, **dims))
@@ -317,7 +318,7 @@ needs_cuda = pytest.mark.skipif("cuda" not in ops.REGISTRY["qk_norm_rope_attenti
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize(("batch", "context"), [(1, 0), (1, 14), (1, 127), (1, 3000), (4, 1000), (32, 300)])
+@pytest.mark.parametrize(("batch", "context"), [(1, 0), (1, 14), (1, 127), (1, 3000), (4, 1000), (40, 300)])
 @pytest.mark.parametrize("page_size", [16, 8])
 @torch.inference_mode()
 def test_consecutive_tokens_of_layers_in_one_graph(batch: int, context: int, page_size: int) -> None:
