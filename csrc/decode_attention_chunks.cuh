@@ -271,7 +271,8 @@ void launch_chunks(const DecodeAttention& a, const Step& s, int splits, cudaStre
                                   : decode_attention_chunks<T, D, WARPS, true, Step>;
   const size_t shared =
       splits == 1 ? sizeof(Memory<T, D, WARPS, false, Step>) : sizeof(Memory<T, D, WARPS, true, Step>);
-  launch_cluster(kernel, grid, block, splits, stream, Overlap::kBehindOurs, static_cast<int>(shared), a, s);
+  const Overlap overlap = std::is_same_v<Step, Nothing> ? Overlap::kBehindOurs : Overlap::kBehindDone;
+  launch_cluster(kernel, grid, block, splits, stream, overlap, static_cast<int>(shared), a, s);
 }
 
 // Whether the kernel takes it: half types in pieces of 16 bytes, chunks that lie in one page.

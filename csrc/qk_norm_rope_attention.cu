@@ -34,7 +34,7 @@ bool takes_one_kernel(const DecodeAttention& a, const QkNormRopeCache& s) {
   const bool fits = heads(s.q) && heads(s.k) && heads(s.v) && aligned16(s.cos_sin, s.table_stride, sizeof(float)) &&
                     aligned16(s.q_weight, 0, 0) && aligned16(s.k_weight, 0, 0);
   const bool norm = s.q_weight == nullptr || s.weight_dtype == a.dtype;
-  if (!fits || !norm || s.interleaved || s.rotary_dim != a.head_dim) return false;
+  if (!fits || !norm || s.interleaved || s.rotary_dim != a.head_dim || a.num_heads == 0) return false;
   bool takes = false;
   with_head(a, [&](auto type, auto width) {
     takes = chunks_take<decltype(type), decltype(width)::value, QkNormRopeCache>(a);
@@ -43,7 +43,7 @@ bool takes_one_kernel(const DecodeAttention& a, const QkNormRopeCache& s) {
 }
 
 void launch_qk_norm_rope_attention(const DecodeAttention& a, const QkNormRopeCache& s, cudaStream_t stream) {
-  if (a.num_seqs == 0 || a.num_heads == 0) return;
+  if (a.num_seqs == 0) return;
   with_head(
       a, [&](auto type, auto width) { launch_chunks_by_rule<decltype(type), decltype(width)::value>(a, s, stream); });
 }

@@ -182,6 +182,7 @@ void launch_qk_norm_rope_cache(const QkNormRopeCache& s, cudaStream_t stream) {
     if (lanes == 32) return run(qk_norm_rope_cache_halves<T, W, 32>);
     run(qk_norm_rope_cache<T, W>);
   });
+  last_captured.writing = true;
 }
 
 }  // namespace rooflight

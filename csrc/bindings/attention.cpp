@@ -166,48 +166,41 @@ void qk_norm_rope_cache(Tensor q_tensor, const Tensor& k_tensor, const Tensor& v
   launch_qk_norm_rope_cache(s, current_stream(q.device()));
 }
 
-// Query heads (tokens, heads, head_dim) laid end to end.
-Tensor packed_copy(const Operand& q, int64_t size, cudaStream_t stream) {
-  Tensor copy = empty_like(q);
-  const int64_t tokens = q.sizes()[0], heads = q.sizes()[1], head = q.sizes()[2] * size, token = heads * head;
-  const bool packed = q.strides()[1] == q.sizes()[2];
-  const auto* from = static_cast<const char*>(q.data());
-  auto* to = static_cast<char*>(copy.data_ptr());
-  for (int64_t h = 0; h < (packed ? 1 : heads); ++h) {
-    check(cudaMemcpy2DAsync(to + h * head, token, from + h * q.strides()[1] * size, q.strides()[0] * size,
-                            packed ? token : head, tokens, cudaMemcpyDeviceToDevice, stream),
-          "cudaMemcpy2DAsync");
-  }
-  return copy;
-}
-
 void qk_norm_rope_attention(Tensor out_tensor, const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                             const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
                             const Tensor& cos_sin_tensor, const Tensor& positions_tensor, const Tensor& slots_tensor,
                             Tensor k_cache_tensor, Tensor v_cache_tensor, const Tensor& table_tensor,
                             const Tensor& lens_tensor, int64_t /* max_seq_len */, double eps, double scale,
                             int64_t window, bool interleaved, int64_t splits) {
-  const Operand q("q", q_tensor), k("k", k_tensor), v("v", v_tensor), out("out", out_tensor);
+  const Operand out("out", out_tensor), q("q", q_tensor), k("k", k_tensor), v("v", v_tensor);
   const Operand cos_sin("cos_sin", cos_sin_tensor), positions("positions", positions_tensor);
   const Operand slots("slots", slots_tensor), k_cache("k_cache", k_cache_tensor), v_cache("v_cache", v_cache_tensor);
   const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+  out.check_values();
+  out.check_shape({-1, -1, -1});
+  check_beside(q, out);
   DecodeAttention a = checked_decode_attention(q, k_cache, v_cache, table, lens, scale, window, splits);
   QkNormRopeCache s = checked_qk_norm_rope_cache(q, k, v, q_weight, k_weight, cos_sin, positions, slots, k_cache,
                                                  v_cache, eps, interleaved);
-  check_beside(out, q);
-  if (!out.is_contiguous()) fail("out", "be contiguous", "a tensor with gaps");
-  a.out = out.data();
+  out.check_not_expanded();
   const DeviceGuard guard(q.device());
   const cudaStream_t stream = current_stream(q.device());
-  if (takes_one_kernel(a, s)) return launch_qk_norm_rope_attention(a, s, stream);
-  if (q.numel() == 0) return;
-  Tensor turned = packed_copy(q, size_of(a.dtype), stream);
-  a.q = s.q.data = turned.data_ptr();
-  a.q_stride = s.q.token_stride = q.sizes()[1] * q.sizes()[2];
-  a.q_head_stride = s.q.head_stride = q.sizes()[2];
-  a.aligned = a.aligned && q.sizes()[2] * size_of(a.dtype) % 16 == 0;
-  launch_qk_norm_rope_cache(s, stream);
-  launch_decode_attention(a, stream);
+  // The kernels write one head behind the other.
+  Tensor written = out.is_contiguous() ? out_tensor : empty_like(out);
+  a.out = written.data_ptr();
+  if (takes_one_kernel(a, s)) {
+    launch_qk_norm_rope_attention(a, s, stream);
+  } else {
+    Tensor turned = empty_like(q);  // the first kernel turns in place, and q stays as it is
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(turned.get(), q_tensor.get(), 0));
+    a.q = s.q.data = turned.data_ptr();
+    a.q_stride = s.q.token_stride = q.sizes()[1] * q.sizes()[2];
+    a.q_head_stride = s.q.head_stride = q.sizes()[2];
+    a.aligned = k_cache.aligned(16) && v_cache.aligned(16);
+    launch_qk_norm_rope_cache(s, stream);
+    launch_decode_attention(a, stream);
+  }
+  if (!out.is_contiguous()) TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out_tensor.get(), written.get(), 0));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {

@@ -70,6 +70,7 @@ enum class Overlap {
   kNever,
   kAlways,      // the caller knows that a kernel of ours comes before
   kBehindOurs,  // in a graph whose node before this thread captured through `launch`
+  kBehindDone,  // the same, unless that one or one it overlaps may still write to a cache: this one reads it at once
 };
 
 // Where a stream that captures a graph has got to. node: none if the next one depends on none or on several.
@@ -78,6 +79,7 @@ struct CaptureEnd {
   cudaStream_t stream = nullptr;
   unsigned long long capture = 0;
   cudaGraphNode_t node = nullptr;
+  bool writing = false;  // a kernel may start behind it while it, or one that it overlaps, still writes to a cache
 };
 
 inline CaptureEnd capture_end(cudaStream_t stream) {
@@ -92,7 +94,7 @@ inline CaptureEnd capture_end(cudaStream_t stream) {
     return {};
   }
   if (status != cudaStreamCaptureStatusActive) return {};
-  return {true, stream, capture, count == 1 ? nodes[0] : nullptr};
+  return {true, stream, capture, count == 1 ? nodes[0] : nullptr, false};
 }
 
 // Behind the last kernel that this thread captured through `launch` and that lets the next one start.
@@ -119,9 +121,10 @@ inline int even_share(const void* kernel, int64_t blocks, int threads) {
   return ((one_more - static_cast<int>(own.sharedSizeBytes)) / kGranule + 1) * kGranule;
 }
 
-// Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory, so that overlapping is safe
-// whatever comes before, and let_next_kernel_start(). shared: bytes of dynamic shared memory; 0 may be raised by
-// even_share. cluster: blocks along x that share their shared memory; 1 for none.
+// Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory that kernels of ours write,
+// so that overlapping is safe whatever comes before, and let_next_kernel_start(). Attention reads lengths and caches
+// earlier: what writes the first lets nobody start, and see `writing` for the second. shared: bytes of dynamic shared
+// memory; 0 may be raised by even_share. cluster: blocks along x that share their shared memory; 1 for none.
 template <typename... Parameters, typename... Arguments>
 void launch_cluster(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, cudaStream_t stream,
                     Overlap overlap, int shared, Arguments... arguments) {
@@ -132,8 +135,9 @@ void launch_cluster(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cl
   const CaptureEnd before = capture_end(stream);
   const bool ours_before = before.node != nullptr && before.node == last_captured.node &&
                            before.capture == last_captured.capture && before.stream == last_captured.stream;
-  const bool overlaps = (overlap == Overlap::kAlways || (overlap == Overlap::kBehindOurs && ours_before)) &&
-                        card().major >= 9;  // Hopper and later
+  const bool behind =
+      ours_before && (overlap == Overlap::kBehindOurs || (overlap == Overlap::kBehindDone && !last_captured.writing));
+  const bool overlaps = (overlap == Overlap::kAlways || behind) && card().major >= 9;  // Hopper and later
   if (overlaps && overlap == Overlap::kBehindOurs && shared == 0 && cluster == 1) {
     shared = even_share(reinterpret_cast<const void*>(kernel), int64_t{grid.x} * grid.y * grid.z,
                         static_cast<int>(block.x * block.y * block.z));
@@ -163,7 +167,11 @@ void launch_cluster(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cl
   }
   config.attrs = attributes;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), "kernel launch");
-  if (before.capturing) last_captured = overlap == Overlap::kNever ? CaptureEnd{} : capture_end(stream);
+  if (before.capturing) {
+    const bool writing = overlaps && last_captured.writing;
+    last_captured = overlap == Overlap::kNever ? CaptureEnd{} : capture_end(stream);
+    last_captured.writing = writing;
+  }
 }
 
 template <typename... Parameters, typename... Arguments>

@@ -25,7 +25,7 @@ def report(*steps: Step, foretells: bool = True) -> StepsReport:
         scenario = Scenario(step, "h200")
         for item in placed_calls(QWEN, scenario):
             key = key_of(item.call.operator, item.call.shape)
-            laws[key] = Law(*key, points=4, overhead_us=3.0, fraction=1e9, compute_fraction=1e9, error=0.07)
+            laws[key] = Law(*key, points=4, overhead_us=3.4, fraction=1e9, compute_fraction=1e9, error=0.07)
         few = step.phase == "decode" and step.batch <= 8
         seen = recording(QWEN, scenario, FEW_ROWS if few else MANY_ROWS, 8 if step.phase == "decode" else 1)
         profiles.append(profile_step(MODEL, QWEN, scenario, seen, laws if foretells else None))

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "date": "2026-12-01",
 }  # fmt: skip
 # Microseconds of a token by rung: the third is slower than the second, the last two do not wait for the host.
-TIMES = [1000.0, 800.0, 900.0, 600.0, 500.0, 400.0, 200.0, 100.0]
+TIMES = [1000.0, 800.0, 900.0, 600.0, 500.0, 400.0, 300.0, 200.0, 100.0]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def test_every_rung_adds_one_switch_to_those_before() -> None:
         changed = [name for name in after if before[name] != after[name]]
         assert [after[name] for name in changed] == [True]
         added += changed
-    assert added == ["norm", "rope", "grouped", "split", "projections", "graphs", "steps"]
+    assert added == ["norm", "rope", "grouped", "split", "projections", "attention", "graphs", "steps"]
 
 
 def test_the_work_of_a_token_by_hand() -> None:
@@ -88,9 +88,9 @@ def test_the_work_of_a_token_by_hand() -> None:
     Before, between and behind two layers: norm, addition and norm, twice; embedding, head, sampler and the advance.
     """
     works = [work_of(TINY, rung.recipe, 100) for rung in RUNGS]
-    assert [work.operators for work in works] == [37, 33, 27, 23, 23, 16, 16, 16]
-    kv = 2 * 2 * 2 * 32 * 4 * 101  # layers, K and V, heads, head_dim, FP32, keys
-    assert [work.kv_bytes for work in works] == [2 * kv] * 3 + [kv] * 5
+    assert [work.operators for work in works] == [37, 33, 27, 23, 23, 16, 14, 14, 14]
+    key = 2 * 2 * 2 * 32 * 4  # layers, K and V, heads, head_dim, FP32
+    assert [work.kv_bytes for work in works] == [2 * 101 * key] * 3 + [101 * key] * 3 + [100 * key] * 3
     weights = 4 * (TINY.num_parameters() - TINY.vocab_size * TINY.hidden_size)
     tied = 4 * TINY.vocab_size * TINY.hidden_size if TINY.tie_word_embeddings else 0
     for work in works:
@@ -104,8 +104,9 @@ def test_predictions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [estimate(TINY, rung, 100, MACHINE, Host(step_us=100.0, operator_us=10.0)) for rung in RUNGS]
     assert found[0] == Estimate(100 + 400, 8 + 4 * 4, 20)
     assert found[4] == Estimate(500, 12, 20)
-    assert found[6] == Estimate(100, 12, 20)
-    assert found[7] == Estimate(12.5, 12, 20)
+    assert found[6] == Estimate(500, 12, 20)
+    assert found[7] == Estimate(100, 12, 20)
+    assert found[8] == Estimate(12.5, 12, 20)
     assert [each.time_us for each in found[-3:]] == [500, 100, 32]
 
 
@@ -125,23 +126,24 @@ def test_rows(report: LadderReport) -> None:
     rows = report.rows
     assert [(row.prompt_tokens, row.rung) for row in rows] == [(n, rung.name) for n in (32, 100) for rung in RUNGS]
     for place, row in enumerate(rows):
-        time, before = TIMES[place % 8], TIMES[place % 8 - 1]
+        rung = place % len(RUNGS)
+        time, before = TIMES[rung], TIMES[rung - 1]
         token = row.per_token_us
         assert (token.median, token.low, token.high) == pytest.approx((time, time, 1.1 * time))
         assert row.tokens_per_s.median == pytest.approx(1e6 / time)
         assert row.tokens_per_s.low == pytest.approx(1e6 / 1.1 / time)
-        assert row.gain == (None if place % 8 == 0 else pytest.approx(before / time))
-        assert row.slower == (place % 8 == 2)
-        assert row.host_share == pytest.approx(0.5 if place % 8 > 5 else 1.0)
-        assert row.same_tokens == (8 if place % 8 == 0 else 7)
-    assert [row.wall for row in rows[:8]] == ["host"] * 6 + ["launch"] * 2
+        assert row.gain == (None if rung == 0 else pytest.approx(before / time))
+        assert row.slower == (rung == 2)
+        assert row.host_share == pytest.approx(0.5 if rung > 6 else 1.0)
+        assert row.same_tokens == (8 if rung == 0 else 7)
+    assert [row.wall for row in rows[: len(RUNGS)]] == ["host"] * 7 + ["launch"] * 2
 
 
 def test_predicted_gains_are_of_this_host_and_its_warm_up_round(report: LadderReport) -> None:
     """2000 us of the naive rung's 37 operators, and 200 of 400 us that the rung with graphs did not wait."""
     assert report.host.step_us == pytest.approx(200.0)
     assert report.host.operator_us == pytest.approx(1800.0 / 37)
-    first, second, *_, graph, last = report.rows[:8]
+    first, second, *_, graph, last = report.rows[: len(RUNGS)]
     assert first.expected.host_us == pytest.approx(2000.0)
     assert second.predicted_gain == pytest.approx(2000.0 / (200 + 33 * 1800 / 37))
     assert graph.expected.time_us == pytest.approx(200.0)
@@ -184,8 +186,7 @@ def test_a_climb_of_a_tiny_model() -> None:
     """On the CPU there are no graphs, and all rungs give the same tokens: their roundings are FP32's."""
     setup = LadderSetup("random:tiny", "fp32", (5, 40), max_tokens=11, rounds=1, device="cpu")
     report = ladder.run(setup, machine=MACHINE)
-    assert len(report.rows) == 16
-    assert [row.same_tokens for row in report.rows] == [11] * 16
+    assert [row.same_tokens for row in report.rows] == [11] * 2 * len(RUNGS)
     assert all(row.per_token_us.median > 0 and 0 < row.host_share <= 1 for row in report.rows)
     assert report.engine == {"max_model_len": 51, "num_pages": 5, "page_size": 16}
 
@@ -208,10 +209,10 @@ def test_the_table_of_the_docs(tables: Any, tmp_path: Path, report: LadderReport
     assert lines[4] == (
         f"| 32 | fused QK/RoPE/append | 1,111 | 900 ±10% | 0.89 (slower) | {row.predicted_gain:.2f} | 27 | 1 | host |"
     )
-    assert lines[10].startswith("| 100 | naive operators |")
+    assert lines[11].startswith("| 100 | naive operators |")
     text = "\n".join(lines)
     assert "48.6 µs an operator and 200 µs a launch of this host, 0.50 µs a kernel" in text
-    assert "The first 6 rungs ask for every operator from the host." in text
+    assert "The first 7 rungs ask for every operator from the host." in text
     assert "NVIDIA Test 1, driver 580.1; host A CPU;" in text
     assert lines[-1] == "- 8 tokens a launch: 8 steps are one launch of the host"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rooflight.bench import step_operators
-from rooflight.bench.step_operators import BUILDERS, closures, halved, sets_of, time_us
+from rooflight.bench.step_operators import ATTENTIONS, BUILDERS, closures, halved, sets_of, time_us
 from rooflight.limits.ceilings import ceilings
 from rooflight.limits.explanation import placed_calls
 from rooflight.limits.scenario import COLLECTIVES, Placed, Scenario
@@ -36,7 +36,8 @@ def calls(step: Step, config: Any = BF16) -> list[Placed]:
 @pytest.mark.parametrize("step", [Step("decode", 3, 37), Step("prefill", 2, 21)], ids=["decode", "prefill"])
 def test_a_builder_calls_what_the_step_calls(step: Step) -> None:
     """The same operator with the same bytes and operations, by the tensors that it was given."""
-    for item in calls(step):
+    apart = Scenario(step, "h200", tp=2)  # of several GPUs, where attention has its step in front of it
+    for item in [*calls(step), *(item for item in placed_calls(BF16, apart) if item.call.operator in ATTENTIONS)]:
         with torch.no_grad(), Recorder(Decoder(BF16, device="meta")) as recorder:
             launch = closures(BF16, step, item, FakeDevice())[0]
             made = len(recorder.calls)
@@ -56,10 +57,13 @@ def test_weights_and_caches_go_round_and_what_was_just_written_does_not() -> Non
     step, device = Step("decode", 2, 100), FakeDevice(l2_bytes=100_000)
     many = {f"{i.call.operator} {i.call.label}": len(closures(BF16, step, i, device)) for i in calls(step)}
     page = 2 * TINY.num_kv_heads * 16 * TINY.head_dim * 2  # bytes of keys and values
-    assert many["decode_attention "] == min(300_000 // (2 * 7 * page) + 2, 256)
+    assert many["qk_norm_rope_attention_ q_norm"] == min(300_000 // (2 * 7 * page) + 2, 256)
     qkv = (TINY.num_heads + 2 * TINY.num_kv_heads) * TINY.head_dim * TINY.hidden_size * 2
     assert many["rms_norm_linear qkv"] == min(300_000 // qkv + 2, 256)
-    assert many["sample "] == many["_to_copy "] == many["qk_norm_rope_cache_ q_norm"] == 1
+    assert many["sample "] == many["_to_copy "] == 1
+    prompt = Step("prefill", 2, 100)
+    (write,) = (item for item in calls(prompt) if item.call.operator == "qk_norm_rope_cache_")
+    assert len(closures(BF16, prompt, write, device)) == 1
 
 
 def test_sets_exceed_three_times_the_cache() -> None:
@@ -103,4 +107,5 @@ def test_points_of_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "prefill_attention" not in {point.operator for point in points}
     windowed = replace(BF16, sliding_windows=(8, 0))
     found = step_operators.measure(windowed, ceilings("h200"), ("decode",), lambda *_: None)
-    assert "decode_attention" not in {point.operator for point in found}
+    assert "qk_norm_rope_attention_" in {point.operator for point in points}
+    assert not step_operators.ATTENTIONS & {point.operator for point in found}

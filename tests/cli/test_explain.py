@@ -32,7 +32,7 @@ def test_a_page_with_every_answer() -> None:
         assert words in result.stdout
     for words in (
         "rms_norm_swiglu gate_up",
-        "decode_attention",
+        "qk_norm_rope_attention_",
         "What if",
         "kv=fp8,head=w8",
         "1. Phase.",

@@ -39,7 +39,7 @@ def test_defaults_table_and_files(gpu: FakeClimber) -> None:
     assert all(len(line) <= 100 for line in lines), max(lines, key=len)
     assert lines[0] == "random:qwen3-0.6b, bf16, one request, 128 tokens out; medians of 3 rounds"
     assert (
-        lines[1] == "rungs 1 to 6 run eagerly: the host asks for each operator, and binds them where the wall is host"
+        lines[1] == "rungs 1 to 7 run eagerly: the host asks for each operator, and binds them where the wall is host"
     )
     table = [line.split() for line in lines]
     head = next(row for row in table if row[:2] == ["prompt", "rung"])
@@ -53,7 +53,7 @@ def test_defaults_table_and_files(gpu: FakeClimber) -> None:
     assert "before the run the card was idle" in lines
     data = json.loads(Path("build/bench/test-1/ladder.json").read_text())
     assert data["setup"]["prompts"] == [32, 1024, 8192]
-    assert len(data["rows"]) == 24
+    assert len(data["rows"]) == 3 * len(RUNGS)
     assert data["rungs"][0]["recipe"]["norm"] is False
     with Path("build/bench/test-1/ladder.csv").open() as file:
         row = list(csv.DictReader(file))[1]

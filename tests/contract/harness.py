@@ -207,8 +207,9 @@ def _attention(function: Callable[..., Any], names: Sequence[str], backend: str 
         starts = named.get("query_starts", named["seq_lens"])
         bounds = named.get("max_query_len", 1), named["max_seq_len"]
         meta = AttentionMeta(named["block_table"], named["seq_lens"], starts, *bounds, splits=named.get("splits", 0))
-        tensors = named["q"], named["k_cache"], named["v_cache"]
-        return function(*tensors, meta, scale=named["scale"], window=named["window"], backend=backend)
+        tensors = args[: names.index("block_table")]
+        rest = {name: named[name] for name in ("eps", "scale", "window", "interleaved") if name in named}
+        return function(*tensors, meta, **rest, backend=backend)
 
     return call
 
@@ -219,6 +220,8 @@ def public(op: Operator, backend: str | None = None) -> Callable[..., Any]:
     if op.name in ("prefill_attention", "decode_attention"):
         return _attention(getattr(ops, f"{op.name}_lse"), names, backend)
     function = getattr(ops, op.name)
+    if op.name == "qk_norm_rope_attention_":
+        return _attention(function, names, backend)
     keywords = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     split = len([name for name in names if name not in keywords])
 
@@ -359,13 +362,16 @@ def assert_close(
 # Why a batch of rows may have other bits than the rows one by one: by operator, or by implementation.
 _REDUCTION = "PyTorch's reductions on a GPU share a row among fewer threads, in another order, when there are more rows"
 _LIBRARY = "the matrix library picks another kernel, with another order of sums, for another number of rows"
+_PARTS = "the number of parts that a sequence is cut into depends on the number of sequences"
+_PROGRAMS = "a small batch has its keys split over more programs, so its sums have other parts"
 NOT_BATCH_INVARIANT = {
     "linear": _LIBRARY,
     "rms_norm_linear": _LIBRARY,
     "rms_norm_swiglu": _LIBRARY,
     "linear_add_": _LIBRARY,
     "prompt_attention": "a token sees those before it: a batch of fewer has other products",
-    "decode_attention.cuda.cuda": "the number of parts that a sequence is cut into depends on the number of sequences",
+    "decode_attention.cuda.cuda": _PARTS,
+    "qk_norm_rope_attention_.cuda.cuda": _PARTS,
     "rms_norm.ref.cuda": _REDUCTION,
     "rms_norm_backward.ref.cuda": _REDUCTION,
     "fused_add_rms_norm.ref.cuda": _REDUCTION,
@@ -374,7 +380,9 @@ NOT_BATCH_INVARIANT = {
     "layer_norm_backward.ref.cuda": _REDUCTION,
     "fused_add_layer_norm.ref.cuda": _REDUCTION,
     "qk_norm_rope_cache_.ref.cuda": _REDUCTION,
-    "decode_attention.triton.cuda": "a small batch has its keys split over more programs, so its sums have other parts",
+    "qk_norm_rope_attention_.ref.cuda": _REDUCTION,
+    "decode_attention.triton.cuda": _PROGRAMS,
+    "qk_norm_rope_attention_.triton.cuda": _PROGRAMS,
 }
 
 

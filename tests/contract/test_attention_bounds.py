@@ -19,7 +19,9 @@ from tests.contract.harness import (
     sweep_args,
 )
 
-attention_targets = each_target(lambda target: target.op.name in ("prefill_attention", "decode_attention"))
+DECODES = ("decode_attention", "qk_norm_rope_attention_")
+attention_targets = each_target(lambda target: target.op.name in ("prefill_attention", *DECODES))
+split_targets = each_target(lambda target: target.op.name in DECODES)
 decode_targets = each_target(lambda target: target.op.name == "decode_attention")
 
 
@@ -41,15 +43,15 @@ def test_a_wider_block_table_gives_the_same_bits(target: Target) -> None:
     for dims in target.op.sweep:
         args = sweep_args(target.op, dims, target.op.dtypes[-1])
         expected = target.run_copy(args)
-        table = target.op.bind(*args)["block_table"]
+        table, page_size = target.op.bind(*args)["block_table"], target.op.bind(*args)["k_cache"].shape[2]
         wider = torch.full((table.shape[0], 4 * table.shape[1] + 3), 1 << 30, dtype=torch.int32)
         wider[:, : table.shape[1]] = table
         for row, length in enumerate(target.op.bind(*args)["seq_lens"].tolist()):
-            wider[row, -(-length // 16) :] = 1 << 30
+            wider[row, -(-length // page_size) :] = 1 << 30
         assert all(map(same_bits, expected, target.run_copy(replaced(target.op, args, "block_table", wider))))
 
 
-@decode_targets
+@split_targets
 def test_any_number_of_parts_is_right(target: Target) -> None:
     for splits in (1, 2, 7, 16, 1000):
         dims = {"seq_lens": (0, 1, 130, 40), "splits": splits}

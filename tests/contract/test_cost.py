@@ -43,6 +43,15 @@ def count_attention(args: Named) -> tuple[int, int]:
     return size(q, args["block_table"]) + 2 * seen * key, size(q) + lse
 
 
+def count_step_and_attention(args: Named) -> tuple[int, int]:
+    """Keys and values of all tokens but the newest from the cache, those of the newest as they come."""
+    read, written = count_attention({**args, "return_lse": False})
+    key = args["k_cache"].shape[1] * args["k_cache"].shape[3] * args["k_cache"].element_size()
+    read -= 2 * key * sum(length > 0 for length in args["seq_lens"].tolist())
+    given = size(args["k"], args["v"], args["q_weight"], args["k_weight"], args["slots"]) + table_rows(args)
+    return read + given, written + size(args["k"], args["v"])
+
+
 def count_logits(args: Named) -> tuple[int, int]:
     everything = size(*(value for value in args.values() if isinstance(value, torch.Tensor)))
     return everything, size(args["logits"])
@@ -102,6 +111,7 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
         | {"seq_lens": torch.tensor([a["q"].shape[0]]), "query_starts": torch.tensor([0, a["q"].shape[0]])}
     ),
     "decode_attention": count_attention,
+    "qk_norm_rope_attention_": count_step_and_attention,
     "merge_attention": lambda a: (
         size(a["out_a"], a["lse_a"], a["out_b"], a["lse_b"]),
         size(a["out_a"], a["lse_a"]),
@@ -145,7 +155,7 @@ def test_costs_grow_with_the_batch(name: str) -> None:
     assert costs[-1].flops > 0 or name == "embedding"
 
 
-@pytest.mark.parametrize("name", ["prefill_attention", "decode_attention"])
+@pytest.mark.parametrize("name", ["prefill_attention", "decode_attention", "qk_norm_rope_attention_"])
 def test_lengths_come_from_hints_where_tensors_have_no_values(name: str) -> None:
     operator = REGISTRY[name]
     args = batch_args(operator, 5)

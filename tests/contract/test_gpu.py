@@ -191,6 +191,21 @@ def large_slots(op: Operator) -> Args:
     return tuple(args)
 
 
+def large_step(op: Operator) -> Args:
+    """Attention with the write before it, in the last pages of caches of more than 2^31 elements."""
+    dims = {"seq_lens": (33, 17, 80), "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+    named = op.bind(*copy_args(op.inputs(Make(torch.bfloat16), **dims), "cuda"))
+    pages, *shape = named["k_cache"].shape
+    room = LIMIT // (shape[0] * shape[1] * shape[2]) + 5
+    for name in ("k_cache", "v_cache"):
+        cache = torch.zeros(room, *shape, device="cuda", dtype=torch.bfloat16)
+        cache[-pages:] = named[name].nan_to_num(0)
+        named[name] = cache
+    named["block_table"] = named["block_table"] + (room - pages)
+    named["slots"] = named["slots"] + (room - pages) * shape[1]
+    return tuple(named.values())
+
+
 def wide_vocabulary(op: Operator) -> Args:
     """Nine rows that together hold more than 2^31 logits."""
     _, *rest = copy_args(op.inputs(Make(), num_seqs=9, vocab_size=7), "cuda")
@@ -222,14 +237,16 @@ LARGE: dict[str, Callable[[Operator], Args]] = {
     "prompt_attention": large_cache,
     "decode_attention": large_cache,
     "qk_norm_rope_cache_": large_slots,
+    "qk_norm_rope_attention_": large_step,
 }
+LAST_PAGES = (large_cache, large_slots, large_step)
 TAIL = 3
 
 
 def tail_args(op: Operator, args: Args) -> Args:
     """The last rows alone, on memory of their own; caches cut to their last pages."""
     rows = rows_of(args)
-    if LARGE[op.name] in (large_cache, large_slots):
+    if LARGE[op.name] in LAST_PAGES:
         named = op.bind(*args)
         cut = named["k_cache"].shape[0] - 64
         moved = []
@@ -248,7 +265,7 @@ def tail_args(op: Operator, args: Args) -> Args:
 
 
 def tail_results(op: Operator, args: Args, results: Results) -> Results:
-    if LARGE[op.name] in (large_cache, large_slots):
+    if LARGE[op.name] in LAST_PAGES:
         pages = op.bind(*args)["k_cache"].shape[0]
         return tuple(r[-64:] if r.shape[0] == pages else r for r in results)
     return tuple(result[-TAIL:] for result in of_rows(op, results))

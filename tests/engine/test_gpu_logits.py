@@ -119,17 +119,23 @@ def test_a_prompt_at_once(
     assert float((logits - truth).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_token_by_token(decoder: Decoder, text: list[int], truth: torch.Tensor, allowed: float, graphs: bool) -> None:
-    decoder.recipe = Recipe(projections=True)
+def test_token_by_token(
+    decoder: Decoder, text: list[int], truth: torch.Tensor, allowed: float, graphs: bool, attention: bool
+) -> None:
+    decoder.recipe = Recipe(projections=True, attention=attention)
     (logits,) = forced(decoder, [text], [1], graphs)
     assert float((logits - truth).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_32_sequences(decoder: Decoder, text: list[int], truth: torch.Tensor, allowed: float, graphs: bool) -> None:
+def test_32_sequences(
+    decoder: Decoder, text: list[int], truth: torch.Tensor, allowed: float, graphs: bool, attention: bool
+) -> None:
     """All begin like the text, so that its logits are theirs, and have 1 to 1284 tokens before 16 steps."""
-    decoder.recipe = Recipe(projections=True)
+    decoder.recipe = Recipe(projections=True, attention=attention)
     lengths = [1 + (LONGEST - 17) * i // 31 for i in range(32)]
     sequences = [text[: length + 16] for length in lengths]
     for length, logits in zip(lengths, forced(decoder, sequences, lengths, graphs), strict=True):

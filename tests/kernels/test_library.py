@@ -48,6 +48,7 @@ BLOCKS = {
     "decode_attention_plain.cu": 128,
     "embedding.cu": 128,
     "few_rows_linear.cu": 256,
+    "qk_norm_rope_attention.cu": 128,
     "qk_norm_rope_cache.cu": 128,
     "rope.cu": 256,
     "silu_and_mul.cu": 256,

@@ -30,7 +30,7 @@ def decode(batch: int = 1, context: int = 0, gpu: str = "h200", **formats: str) 
 def test_qwen3_06b_as_known() -> None:
     found = explain("qwen3-0.6b", QWEN, decode())
     assert found.weight_bytes == 1_192_099_840
-    assert found.bytes == pytest.approx(1_196.8e6, rel=1e-3)  # and what is written, at a little less than the read rate
+    assert found.bytes == pytest.approx(1_195.4e6, rel=1e-3)  # and what is written, at a little less than the read rate
     assert found.card.read_rate(found.bytes) == pytest.approx(4.63e12, rel=0.05)  # records of this card differ by 2 %
     assert found.stream_us == pytest.approx(found.bytes / found.card.read_rate(found.bytes) * 1e6, rel=1e-3)
     assert found.stream_wall == "memory"

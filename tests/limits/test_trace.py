@@ -13,7 +13,7 @@ from rooflight import LLM, SamplingParams, ops
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner
 from rooflight.engine.scheduler import Scheduler
-from rooflight.limits.trace import ON_GPU, Call, Recorder, Step, trace
+from rooflight.limits.trace import ON_GPU, PLAIN, Call, Recorder, Step, trace
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.decoder import DecoderLayer
 from rooflight.models.load import load_config
@@ -71,8 +71,7 @@ def test_the_traced_decoder_of_a_gpu_is_that_of_its_runner() -> None:
     prompt, step = (ours(trace(TINY, s, ON_GPU)) for s in (Step("prefill", 1, 5), Step("decode", 1, 5)))
     assert found == prompt + 8 * step
     assert Counter(name for name, _, _ in step) == Counter(
-        embedding=1, rms_norm_linear=3, qk_norm_rope_cache_=2, decode_attention=2, linear_add_=4, rms_norm_swiglu=2,
-        sample=1,
+        embedding=1, rms_norm_linear=3, qk_norm_rope_attention_=2, linear_add_=4, rms_norm_swiglu=2, sample=1,
     )  # fmt: skip
     assert {(name, label) for name, label, _ in step if label in ("qkv", "o", "gate_up", "down", "head")} == {
         ("rms_norm_linear", "qkv"), ("linear_add_", "o"), ("rms_norm_swiglu", "gate_up"), ("linear_add_", "down"),
@@ -147,11 +146,18 @@ def test_keys_and_values_are_read_once(phase: str, length: int) -> None:
     assert read * TINY.dtype.itemsize == 3 * length * TINY.kv_bytes_per_token()
 
 
+def test_the_newest_key_is_not_read_back_where_attention_writes_it() -> None:
+    read = sum(call.kv_elements for call in trace(TINY, Step("decode", 3, 100), ON_GPU))
+    assert read * TINY.dtype.itemsize == 3 * 100 * TINY.kv_bytes_per_token()
+    assert sum(call.kv_elements for call in trace(TINY, Step("decode", 3, 0), ON_GPU)) == 0
+
+
 def test_a_window_bounds_what_is_read() -> None:
     windowed = replace(TINY, sliding_windows=(16, 0))
-    read = sum(call.kv_elements for call in trace(windowed, Step("decode", 1, 1000)))
     per_layer = TINY.kv_bytes_per_token() // TINY.dtype.itemsize // TINY.num_layers
-    assert read == per_layer * (16 + 1001)
+    for recipe, own in ((PLAIN, 1), (ON_GPU, 0)):
+        read = sum(call.kv_elements for call in trace(windowed, Step("decode", 1, 1000), recipe))
+        assert read == per_layer * (15 + 1000 + 2 * own)
 
 
 def test_labels_and_layers() -> None:

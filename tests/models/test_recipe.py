@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,11 @@ def test_logits_of_every_combination(pair: tuple[Decoder, torch.Tensor], recipe:
     assert tiny.relative_error(actual, expected) < BOUND
 
 
-@pytest.mark.parametrize("recipe", [NAIVE, replace(NAIVE, rope=True), replace(NAIVE, grouped=True)], ids=by_name)
+@pytest.mark.parametrize(
+    "recipe",
+    [NAIVE, replace(NAIVE, rope=True), replace(NAIVE, grouped=True), Recipe(attention=True)],
+    ids=by_name,
+)
 def test_switches_change_between_steps_of_a_batch_with_a_padded_row(
     pair: tuple[Decoder, torch.Tensor], recipe: Recipe
 ) -> None:
@@ -87,7 +93,16 @@ def test_each_switch_runs_what_it_names() -> None:
     assert (default["rope_"], default["qk_norm_rope_cache_"], default["decode_attention"]) == (0, 28, 28)
     fused = operators(Recipe(projections=True))
     assert [fused[name] for name in ("rms_norm_linear", "rms_norm_swiglu", "linear_add_")] == [29, 28, 56]
-    assert sum(fused.values()) < sum(default.values()) < sum(naive.values())
+    together = operators(Recipe(projections=True, attention=True))
+    assert fused - together == Counter(qk_norm_rope_cache_=28, decode_attention=28)
+    assert together - fused == Counter(qk_norm_rope_attention_=28)
+    assert sum(together.values()) < sum(fused.values()) < sum(default.values()) < sum(naive.values())
+
+
+@pytest.mark.parametrize("name", ["rope", "grouped", "split"])
+def test_attention_with_its_step_takes_what_it_holds_for_granted(name: str) -> None:
+    assert operators(replace(NAIVE, attention=True)) == operators(replace(NAIVE, attention=True, **{name: True}))
+    assert operators(replace(NAIVE, attention=True))["qk_norm_rope_attention_"] == 28
 
 
 def test_without_grouping_keys_are_read_once_a_query_head() -> None:
@@ -103,17 +118,21 @@ def test_without_the_split_rule_there_is_one_part(monkeypatch: pytest.MonkeyPatc
     from rooflight.models import recipe as module
 
     seen = []
-    attention = module.ops.decode_attention
 
-    def note(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: module.ops.AttentionMeta, *, window: int
-    ) -> object:
-        seen.append(meta.splits)
-        return attention(q, k, v, meta, window=window)
+    def noted(attention: Callable[..., object]) -> Callable[..., object]:
+        def note(*args: Any, window: int) -> object:
+            (meta,) = (value for value in args if isinstance(value, module.ops.AttentionMeta))
+            seen.append(meta.splits)
+            return attention(*args, window=window)
 
-    monkeypatch.setattr(module.ops, "decode_attention", note)
+        return note
+
+    for name in ("decode_attention", "qk_norm_rope_attention_"):
+        monkeypatch.setattr(module.ops, name, noted(getattr(module.ops, name)))
     decoder = load_model("random:tiny").decoder
-    for recipe, splits in ((Recipe(), 0), (Recipe(split=False), 1), (Recipe(split=False, projections=True), 1)):
+    parts = {True: 0, False: 1}
+    for split, projections, together in product((True, False), repeat=3):
+        recipe, splits = Recipe(split=split, projections=projections, attention=together), parts[split]
         decoder.recipe = recipe
         tiny.decoder_logits(decoder, tiny.prompt(5), [4, 1])
         assert set(seen) == {splits}

@@ -28,7 +28,16 @@ TRITON, TRITON_GRADIENT, TRITON_LAYER, TRITON_LAYER_GRADIENT, PARTIALS = (
 )
 OF = {
     name: f"ops/test_{name}.py"
-    for name in ("attention", "layer_norm", "norm", "penalties", "qk_norm_rope_cache", "rope", "sample")
+    for name in (
+        "attention",
+        "layer_norm",
+        "norm",
+        "penalties",
+        "qk_norm_rope_attention",
+        "qk_norm_rope_cache",
+        "rope",
+        "sample",
+    )
 }
 GRAPHS, OPTIONS = "engine/test_graph_runner.py", "engine/test_options.py"
 RUNNER, BATCH, STATE, DRAWS = (
@@ -291,6 +300,16 @@ MUTANTS = [
         "the value of a lone token is not written",
         STEP, "v_cache[page, :, offset].copy_(v[0])", "pass",
         VALUES, "sweep and qk_norm_rope_cache_.ref and float32",
+    ),
+    Mutant(
+        "attention with its step turns the caller's query",
+        "ops/qk_norm_rope_attention.py", "turned = q.clone(memory_format=torch.contiguous_format)", "turned = q",
+        OF["qk_norm_rope_attention"], "padded_row and ref",
+    ),
+    Mutant(
+        "attention with its step forgets its window",
+        "ops/qk_norm_rope_attention.py", "scale, window, False, splits)[0])", "scale, 0, False, splits)[0])",
+        OF["qk_norm_rope_attention"], "equals_the_two and ref",
     ),
     # Linear
     Mutant(

@@ -48,6 +48,7 @@ def _rungs() -> tuple[Rung, ...]:
     grouped = replace(rope, grouped=True)
     split = replace(grouped, split=True)
     fused = replace(split, projections=True)
+    together = replace(fused, attention=True)
     return (
         Rung("naive operators", "an operator for each formula, one after the other from the host", NAIVE),
         Rung("fused norm", "residual addition and RMSNorm are one operator", norm),
@@ -55,8 +56,9 @@ def _rungs() -> tuple[Rung, ...]:
         Rung("grouped queries", "keys and values are read once for all query heads of a KV head", grouped),
         Rung("split rule", "the keys of a sequence are spread over the card, not one part a KV head", split),
         Rung("fused projections", "norm, SwiGLU and residual are part of the products", fused),
-        Rung("graph", "a step is one launch of the host", fused, graphs=True),
-        Rung(f"{STEPS} tokens a launch", f"{STEPS} steps are one launch of the host", fused, graphs=True, steps=STEPS),
+        Rung("attention with its step", "head norms, RoPE and cache write are part of decode attention", together),
+        Rung("graph", "a step is one launch of the host", together, graphs=True),
+        Rung(f"{STEPS} tokens a launch", f"{STEPS} steps are one launch of the host", together, True, STEPS),
     )
 
 

@@ -97,7 +97,9 @@ class Placed:
 COLLECTIVES = ("all_reduce", "all_gather")
 PRODUCTS = ("linear", "rms_norm_linear", "rms_norm_swiglu", "linear_add_")  # with one of the projections' weights
 BY_ROWS = ("o", "down")  # projections whose input is cut, and not their output
-BY_HEADS = ("decode_attention", "prefill_attention", "qk_norm_rope_cache_", "silu_and_mul")  # cut whole
+BY_HEADS = (  # cut whole
+    "decode_attention", "prefill_attention", "qk_norm_rope_attention_", "qk_norm_rope_cache_", "silu_and_mul",
+)  # fmt: skip
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

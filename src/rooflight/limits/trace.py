@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         key = (name, *(_kind(argument) for argument in args))
         if key not in self._costs:
             cost, kv = operator.cost_of(*args, **self._hints), 0
-            if name.endswith("_attention"):
+            if name.removesuffix("_").endswith("_attention"):
                 none = {hint: [0] * len(value) for hint, value in self._hints.items()}
                 kv = (cost.bytes_read - operator.cost_of(*args, **none).bytes_read) // tensors[0].element_size()
             self._costs[key] = cost, kv
@@ -197,7 +197,7 @@ class Step:
 
 
 PLAIN = Recipe()
-ON_GPU = Recipe(projections=True)  # as the runner of a GPU sets it
+ON_GPU = Recipe(projections=True, attention=True)  # as the runner of a GPU sets it
 
 
 def trace(config: ModelConfig, step: Step, recipe: Recipe = PLAIN) -> list[Call]:

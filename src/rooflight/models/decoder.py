@@ -9,9 +9,10 @@ A layer, on `num_tokens` rows of one or many sequences laid end to end:
     hidden, residual = fused_add_rms_norm(hidden, residual)
     hidden           = linear(silu_and_mul(linear(hidden, packed gate_up)), down)
 
-With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead: five launches a
-layer, for decoding a few sequences, where a launch costs as much as its bytes. The recipe's other switches take apart
-what is one operator above, to show what it gives (`rooflight ladder`).
+With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead, and with
+`recipe.attention` a decode step's attention normalises, turns and writes as well: five launches a layer, for decoding a
+few sequences, where a launch costs as much as its bytes. The recipe's other switches take apart what is one operator
+above, to show what it gives (`rooflight ladder`).
 
 It knows neither requests nor devices: shapes depend only on `num_tokens` and `num_seqs`, nothing is read back to
 the host, so the same code runs eagerly, inside a CUDA graph and under fake tensors.

@@ -1,4 +1,4 @@
-"""Decode attention together with the step before it: one operator between the QKV projection and the output projection.
+"""Decode attention with the step before it: all there is between two projections of a decode step.
 
 What `qk_norm_rope_cache_` and `decode_attention` do one after the other. One kernel has a launch less, and the keys of
 earlier tokens, which no projection makes, can be on their way while the projection still runs.
@@ -15,7 +15,7 @@ from rooflight.ops import checks
 from rooflight.ops.contract import Args, Cost, Make, define
 from rooflight.ops.decode_attention import DECODE_ATTENTION
 from rooflight.ops.paged_attention import ATTENTION_TOLERANCE, AttentionMeta, check_cache, host_lengths, paged_inputs
-from rooflight.ops.qk_norm_rope_cache import QK_NORM_ROPE_CACHE_
+from rooflight.ops.qk_norm_rope_cache import QK_NORM_ROPE_CACHE_, check_step
 from rooflight.ops.rope import packed_heads, table
 
 
@@ -41,11 +41,11 @@ def qk_norm_rope_attention_(
 ) -> None:
     """Attention of each sequence's newest token, whose key and value are written to the cache on the way.
 
-    out: (num_seqs, num_heads, head_dim), contiguous, written. q: the same shape; k, v: (num_seqs, num_kv_heads,
-    head_dim): the newest tokens as the projection gives them, not changed. Weights, cos_sin, positions, slots and
-    caches as in `qk_norm_rope_cache_`, meta as in `decode_attention`: seq_lens counts the newest token, and slots is
-    its place by block_table. A sequence of length 0, with slot -1, gives zeros; what one with a length and slot -1
-    gives means nothing. Raises ValueError for shapes, dtypes and devices. No gradient.
+    out: (num_seqs, num_heads, head_dim), written, of memory of its own; fastest without gaps. q: the same shape; k, v:
+    (num_seqs, num_kv_heads, head_dim): the newest tokens as the projection gives them, not changed. Weights, cos_sin,
+    positions, slots and caches as in `qk_norm_rope_cache_`, meta as in `decode_attention`: seq_lens counts the newest
+    token, and slots is its place by block_table. A sequence of length 0, with slot -1, gives zeros; what one with a
+    length and another slot gives means nothing. Raises ValueError for shapes, dtypes and devices. No gradient.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     operator = QK_NORM_ROPE_ATTENTION_.overload(q, backend)
@@ -75,16 +75,15 @@ def _check(
     interleaved: bool = False,
     splits: int = 0,
 ) -> None:
-    assert QK_NORM_ROPE_CACHE_.check is not None
-    step = q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache
-    QK_NORM_ROPE_CACHE_.check(q, k, v, *step, eps, interleaved)
-    check_cache(q, k_cache, v_cache, block_table, seq_lens, window)
+    checks.is_float("out", out)
+    checks.has_shape("out", out, None, None, None)
+    checks.same_shape("q", q, out)
+    checks.same_dtype("q", q, out)
+    checks.same_device("q", q, out)
+    check_step(q, k, v, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache)
     checks.has_shape("seq_lens", seq_lens, q.shape[0])
-    checks.same_shape("out", out, q)
-    checks.same_dtype("out", out, q)
-    checks.same_device("out", out, q)
-    if not out.is_contiguous():
-        checks.fail("out", "be contiguous", "a tensor with gaps")
+    check_cache(q, k_cache, v_cache, block_table, seq_lens, window)
+    checks.no_overlap("out", out)
     if splits < 0:
         checks.fail("splits", "be 0 (the provider's rule) or more", splits)
 
@@ -203,7 +202,7 @@ def _inputs(
     q_weight, k_weight = (make.randn(head_dim, salt=salt) if norm else None for salt in (4, 5))
     cos_sin = table(make, max([*lens, 1]), rotary_dim or head_dim)
     positions = torch.tensor(last, dtype=torch.int64)
-    out = q.new_full((len(lens), num_heads, head_dim), float("nan"))
+    out = make.randn(len(lens), num_heads, head_dim, salt=11)
     step = q_weight, k_weight, cos_sin, positions.to(make.device), slots.to(make.device), k_cache, v_cache
     paged = pages, lengths, max([*lens, 0])
     return out, q, k, v, *step, *paged, 1e-6, head_dim**-0.5, window, interleaved, splits

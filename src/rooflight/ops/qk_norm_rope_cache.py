@@ -46,7 +46,7 @@ def qk_norm_rope_cache_(
     operator(q, k, v, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache, eps, interleaved)
 
 
-def _check(
+def check_step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -57,9 +57,8 @@ def _check(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    eps: float = 1e-6,
-    interleaved: bool = False,
 ) -> None:
+    """Everything but that q can be written."""
     checks.is_float("q", q)
     checks.has_shape("q", q, None, None, None)
     tokens, _, head_dim = q.shape
@@ -82,8 +81,13 @@ def _check(
         checks.same_device(name, tensor, q)
     for name, tensor in (("cos_sin", cos_sin), ("positions", positions), ("slots", slots)):
         checks.same_device(name, tensor, q)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.no_overlap(name, tensor)
+
+
+def _check(q: torch.Tensor, *rest: Any) -> None:
+    check_step(q, *rest[:9])
+    checks.no_overlap("q", q)
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -20,6 +20,10 @@ GATE = "void rooflight::(anonymous namespace)::silu_and_mul<__nv_bfloat16, 8>(ro
 NVJET, SPLIT = "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", "void cublasLt::splitKreduce_kernel<32, 16, int, float>(int)"
 ROPE = "void rooflight::(anonymous namespace)::qk_norm_rope_cache_halves<__nv_bfloat16, 2>(rooflight::QkNormRopeCache)"
 RING = "void rooflight::(anonymous namespace)::decode_attention_ring<__nv_bfloat16, 128, 2, 4>(DecodeAttention)"
+STEP = (
+    "void rooflight::decode_attention_chunks<__nv_bfloat16, 128, 4, true, rooflight::QkNormRopeCache>"
+    "(rooflight::DecodeAttention, rooflight::QkNormRopeCache)"
+)
 ADVANCE = "rooflight::(anonymous namespace)::advance_decode(rooflight::AdvanceDecode)"
 TAKE = "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)"
 FLOAT = (
@@ -35,6 +39,7 @@ FEW_ROWS: Mapping[str, tuple[str, ...]] = {
     "linear_add_": (FEW.format(0, 1),),
     "qk_norm_rope_cache_": (ROPE,),
     "decode_attention": (RING,),
+    "qk_norm_rope_attention_": (STEP,),
     "prefill_attention": ("_prefill",),
     "embedding": (TAKE,),
     "index": (INDEX,),
@@ -49,6 +54,7 @@ MANY_ROWS = {
     "rms_norm_swiglu": (NORM, NVJET, GATE),
     "linear_add_": (NVJET, SPLIT),
 }
+TWO_KERNELS = {**FEW_ROWS, "qk_norm_rope_attention_": (FLOAT, ROPE, RING)}  # where one does not take the layout
 
 
 def steps_of(

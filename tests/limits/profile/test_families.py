@@ -123,6 +123,7 @@ def test_operators(family: str, names: str) -> None:
         ("rooflight::rms_norm", families.NORM),
         ("rooflight::qk_norm_rope_cache_", families.ROPE),
         ("rooflight::decode_attention", families.ATTENTION),
+        ("rooflight::qk_norm_rope_attention_", families.ATTENTION),
         ("rooflight::sample", families.SAMPLING),
         ("vllm::unified_attention_with_output", families.ATTENTION),
         ("_C::silu_and_mul", families.ACTIVATION),

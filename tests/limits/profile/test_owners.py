@@ -15,7 +15,9 @@ QWEN = load_config("random:qwen3-0.6b")
 
 
 @pytest.mark.parametrize(("phase", "steps"), [("decode", 1), ("decode", 8), ("prefill", 1)])
-@pytest.mark.parametrize("kernels", [recorded.FEW_ROWS, recorded.MANY_ROWS], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "kernels", [recorded.FEW_ROWS, recorded.MANY_ROWS, recorded.TWO_KERNELS], ids=["few", "many", "two"]
+)
 def test_every_kernel_of_a_launch_is_given_to_its_call(
     phase: str, kernels: dict[str, tuple[str, ...]], steps: int
 ) -> None:
@@ -72,6 +74,7 @@ def test_calls_without_kernels_are_passed() -> None:
         (recorded.GATE, "gate"),
         (recorded.ROPE, "rope"),
         (recorded.RING, "attention"),
+        (recorded.STEP, "attention"),
         ("_prefill", "attention"),
         ("_merge", "attention"),
         ("_gather", "sample"),

@@ -106,11 +106,11 @@ def test_a_pointer_shows_figures_and_finds_an_operator_everywhere(browser: Any, 
     window, wrong = opened(browser, tmp_path, "decode", DESK)
     assert window.locator(".tip:visible").count() == 0
     rows = enumerate(explained("decode")[1].rows, 1)
-    number, row = next((n, row) for n, row in rows if row.operator == "decode_attention")
+    number, row = next((n, row) for n, row in rows if row.operator == "qk_norm_rope_attention_")
     window.locator(f"svg.roofline:visible circle[data-row='{number}']").hover(force=True)
-    tip = f"decode_attention: {row.intensity:.2f} FLOP/byte, {row.flops / row.limit_us / 1e6:.2f} TFLOP/s"
+    tip = f"qk_norm_rope_attention_: {row.intensity:.2f} FLOP/byte, {row.flops / row.limit_us / 1e6:.2f} TFLOP/s"
     assert window.locator(".tip:visible").inner_text().startswith(tip)
-    assert window.locator("tr.lit").inner_text().split()[:2] == [str(number), "decode_attention"]
+    assert window.locator("tr.lit").inner_text().split()[:2] == [str(number), "qk_norm_rope_attention_"]
     assert window.locator(".tall i.lit").count() == 1
     window.locator("h1").hover()
     assert window.locator(".tip:visible, .lit").count() == 0

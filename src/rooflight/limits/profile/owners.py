@@ -49,6 +49,7 @@ _LAUNCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "silu_and_mul": (("gate",), ()),
     "qk_norm_rope_cache_": (("rope",), ()),
     "decode_attention": (("attention",), ()),
+    "qk_norm_rope_attention_": (("attention", "rope", "copy"), ("rope", "attention")),  # one kernel, or a copy and two
     "prefill_attention": (("attention",), ()),
     "embedding": (("gather",), ()),
     "index": (("gather",), ()),

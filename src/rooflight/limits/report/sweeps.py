@@ -75,7 +75,8 @@ def _over_context(found: Explanation, sweep: Sweep) -> tuple[str, str]:
         flat, rising = ("weights", "weights"), ("KV", "kv")
         low = [each.weight_bytes / each.card.read_rate(each.bytes) * 1e6 for each in steps]
         high = [each.kv_bytes / each.card.read_rate(each.bytes) * 1e6 for each in steps]
-        cross, exact = crossing(xs, low, high), (found.crossing or 0) / found.scenario.step.batch
+        cross = crossing(xs, [each.weight_bytes for each in steps], [each.kv_bytes for each in steps])
+        exact = (found.crossing or 0) / found.scenario.step.batch
         cross = exact if cross is not None and abs(cross - exact) < 2 else cross  # windows of a batch bend the line
         words, never = "KV = weights at {:,.0f}", "KV never passes the weights"
         said = "Reading the KV cache takes longer than reading the weights from about {} tokens a sequence on."
