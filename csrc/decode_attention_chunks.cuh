@@ -263,16 +263,28 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   }
 }
 
-template <typename T, int D, int WARPS, typename Step>
-void launch_chunks(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
+template <typename T, int D, int WARPS, bool CLUSTER, typename Step>
+void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
+  constexpr int kShared = sizeof(Memory<T, D, WARPS, CLUSTER, Step>);
+  const auto kernel = decode_attention_chunks<T, D, WARPS, CLUSTER, Step>;
+  if constexpr (CLUSTER) {
+    static int known[64] = {};
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    int& most = known[device % 64];
+    if (most == 0) most = most_in_cluster(reinterpret_cast<const void*>(kernel), WARPS * 32, kShared);
+    while (splits > 1 && splits > most) splits /= 2;
+  }
   const int tiles = (a.num_heads / a.num_kv_heads + kHeads - 1) / kHeads;
   const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
-  const auto kernel = splits == 1 ? decode_attention_chunks<T, D, WARPS, false, Step>
-                                  : decode_attention_chunks<T, D, WARPS, true, Step>;
-  const size_t shared =
-      splits == 1 ? sizeof(Memory<T, D, WARPS, false, Step>) : sizeof(Memory<T, D, WARPS, true, Step>);
   const Overlap overlap = std::is_same_v<Step, Nothing> ? Overlap::kBehindOurs : Overlap::kBehindDone;
-  launch_cluster(kernel, grid, block, splits, stream, overlap, static_cast<int>(shared), a, s);
+  launch_cluster(kernel, grid, block, splits, stream, overlap, kShared, a, s);
+}
+
+template <typename T, int D, int WARPS, typename Step>
+void launch_chunks(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
+  if (splits == 1) return launch_in_parts<T, D, WARPS, false>(a, s, 1, stream);
+  launch_in_parts<T, D, WARPS, true>(a, s, splits, stream);
 }
 
 // Whether the kernel takes it: half types in pieces of 16 bytes, chunks that lie in one page.

@@ -121,6 +121,20 @@ inline int even_share(const void* kernel, int64_t blocks, int threads) {
   return ((one_more - static_cast<int>(own.sharedSizeBytes)) / kGranule + 1) * kGranule;
 }
 
+// Blocks of the largest cluster that the current device gives a kernel room for: 16 where it has groups of so many
+// multiprocessors, else 8 or fewer.
+inline int most_in_cluster(const void* kernel, int threads, int shared) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(16);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  int most = 0;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  check(cudaOccupancyMaxPotentialClusterSize(&most, kernel, &config), "cudaOccupancyMaxPotentialClusterSize");
+  return most;
+}
+
 // Every kernel that may overlap calls wait_for_earlier_kernels() before it touches memory that kernels of ours write,
 // so that overlapping is safe whatever comes before, and let_next_kernel_start(). Attention reads lengths and caches
 // earlier: what writes the first lets nobody start, and see `writing` for the second. shared: bytes of dynamic shared
