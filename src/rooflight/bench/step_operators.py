@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from rooflight.models.config import ModelConfig
 # Steps whose operators are measured: sizes beside those that are asked for.
 DECODES = ((1, 256), (4, 2048), (8, 512), (1, 4096), (16, 512), (32, 2048), (128, 256), (48, 4096))
 PREFILLS = (48, 384, 1536, 4096)
+ATTENTIONS = {"decode_attention", "prefill_attention", "qk_norm_rope_attention_"}
 MOST_SETS = 256
 GRAPH_US, MOST_LAUNCHES, ROUNDS = 2000.0, 1000, 5
 Progress = Callable[[str, int, int], None]
@@ -51,7 +54,7 @@ def measure(config: ModelConfig, card: Ceilings, phases: Sequence[str], progress
 def _calls(config: ModelConfig, card: Ceilings, phases: Sequence[str]) -> Iterator[tuple[ModelConfig, Step, Placed]]:
     """Of every step, each call once that is not like one before it. No attention of a model with windows, whose layers
     differ: its limit will have to do."""
-    builders = BUILDERS.keys() - ({"decode_attention", "prefill_attention"} if any(config.sliding_windows) else set())
+    builders = BUILDERS.keys() - (ATTENTIONS if any(config.sliding_windows) else set())
     most = config.max_position_embeddings - 1
     steps = [Step("decode", batch, min(context, most)) for batch, context in DECODES if "decode" in phases]
     steps += [Step("prefill", 1, min(tokens, most)) for tokens in PREFILLS if "prefill" in phases]
@@ -150,16 +153,36 @@ def _cache(
     return caches, list(order.view(sets, step.batch, -1))
 
 
-def _rope_cache(config: ModelConfig, step: Step, item: Placed, device: Device) -> list[Closure]:
+def _heads(config: ModelConfig, step: Step, item: Placed, device: Device) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    """q, k and v as a packed projection gives them, norms of heads, angles, and a position for each token."""
     tokens = step.batch * step.new_tokens
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     q, k, v = _randn(item, device, tokens, sum(heads), config.head_dim).split_with_sizes(heads, dim=1)
     q_norm, k_norm = (_randn(item, device, config.head_dim) if config.qk_norm else None for _ in range(2))
     table = torch.randn(tokens, config.rope.rotary_dim(config.head_dim), device=device.name)
-    slots = torch.arange(tokens, device=device.name)
-    shape = -(-tokens // PAGE_SIZE), config.num_kv_heads, PAGE_SIZE, config.head_dim
+    return q, k, v, q_norm, k_norm, table, torch.arange(tokens, device=device.name)
+
+
+def _rope_cache(config: ModelConfig, step: Step, item: Placed, device: Device) -> list[Closure]:
+    q, k, v, q_norm, k_norm, table, slots = _heads(config, step, item, device)
+    shape = -(-slots.numel() // PAGE_SIZE), config.num_kv_heads, PAGE_SIZE, config.head_dim
     k_cache, v_cache = (_randn(item, device, *shape) for _ in range(2))
     return [lambda: ops.qk_norm_rope_cache_(q, k, v, q_norm, k_norm, table, slots, slots, k_cache, v_cache, 1e-6)]
+
+
+def _step_attention(config: ModelConfig, step: Step, item: Placed, device: Device) -> list[Closure]:
+    caches, tables = _cache(config, step, item, device)
+    q, k, v, q_norm, k_norm, angles, positions = _heads(config, step, item, device)
+    out = _randn(item, device, step.batch, config.num_heads, config.head_dim)
+    given = out, q, k, v, q_norm, k_norm, angles, positions
+    lengths = torch.full((step.batch,), step.length, dtype=torch.int32, device=device.name)
+    launches: list[Closure] = []
+    for table in tables:
+        page, offset = divmod(step.length - 1, PAGE_SIZE)
+        slots = table[:, page].long() * PAGE_SIZE + offset
+        meta = ops.AttentionMeta(table, lengths, lengths, 1, step.length)
+        launches.append(partial(ops.qk_norm_rope_attention_, *given, slots, *caches, meta, 1e-6))
+    return launches
 
 
 def _embedding(config: ModelConfig, step: Step, item: Placed, device: Device) -> list[Closure]:
@@ -192,6 +215,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Step, Placed, Device], list[Closure]]
     **dict.fromkeys(("linear", "rms_norm_linear", "rms_norm_swiglu", "linear_add_"), _product),
     "decode_attention": _decode_attention,
     "prefill_attention": _prefill_attention,
+    "qk_norm_rope_attention_": _step_attention,
     "qk_norm_rope_cache_": _rope_cache,
     "embedding": _embedding,
     "sample": _sample,
