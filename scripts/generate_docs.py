@@ -18,6 +18,7 @@ from typing import Any
 import decode_tables
 import ladder_tables
 import norm_tables
+import provider_tables
 import roofline_tables
 import start_tables
 import step_tables
@@ -119,6 +120,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **start_tables.TABLES,
     **step_tables.TABLES,
     **ladder_tables.TABLES,
+    **provider_tables.TABLES,
 }
 
 

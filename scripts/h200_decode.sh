@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The runtime on a GPU, measured: throughput, single requests, starts, the ladder, steps taken apart and foretold. Run
-# from the repository root; the library of `make kernels` is used where it is there. Results go to $OUT (default:
-# build/gpu); a step whose result is there already is skipped.
+# The runtime on a GPU, measured: throughput, single requests, starts, the ladder, steps taken apart and foretold, and
+# what its choices of kernels and parts rest on. Run from the repository root; the library of `make kernels` is used
+# where it is there. Results go to $OUT (default: build/gpu); a step whose result is there already is skipped.
 #
-#   scripts/h200_decode.sh [throughput] [request] [start] [ladder] [profile] [explain]
+#   scripts/h200_decode.sh [throughput] [request] [start] [ladder] [profile] [explain] [providers]
 set -uo pipefail
 OUT=${OUT:-build/gpu}
 MODEL=${MODEL:-random:qwen3-0.6b}
@@ -20,7 +20,7 @@ step() { # NAME COMMAND...
     echo "== $name took $((SECONDS - start)) s"
 }
 
-for name in "${@:-throughput request start ladder profile explain}"; do
+for name in "${@:-throughput request start ladder profile explain providers}"; do
     for one in $name; do
         case $one in
         throughput) step throughput python3 -m rooflight bench throughput --model "$MODEL" --device cuda --rounds 3 ;;
@@ -29,6 +29,7 @@ for name in "${@:-throughput request start ladder profile explain}"; do
         ladder) step ladder python3 -m rooflight ladder decode --model "$MODEL" --rounds 3 ;;
         profile) step profile python3 -m rooflight profile --model "$MODEL" ;;
         explain) step explain_measured python3 -m rooflight explain "$MODEL" --measure --sweep ;;
+        providers) step decode_parts python3 scripts/step_providers.py --model "$MODEL" ;; # step_providers.json comes first
         esac
     done
 done

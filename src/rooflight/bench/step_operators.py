@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rooflight import ops
-from rooflight.bench.device import FLUSH_FACTOR, Closure, CudaDevice, Device
+from rooflight.bench.device import FLUSH_FACTOR, Closure, CudaDevice, Device, Graph
 from rooflight.bench.timing import replay_us
 from rooflight.limits.ceilings import Ceilings
 from rooflight.limits.explanation import placed_calls
@@ -76,12 +76,17 @@ def halved(config: ModelConfig) -> ModelConfig:
 
 def time_us(device: Device, launches: Sequence[Closure]) -> float:
     """Of one launch among many in a graph that goes through `launches` again and again."""
+    graph, count = long_graph(device, launches)
+    return median(replay_us(device, graph) for _ in range(ROUNDS)) / count
+
+
+def long_graph(device: Device, launches: Sequence[Closure]) -> tuple[Graph, int]:
+    """A graph that goes through `launches` again and again for about GRAPH_US, and how many launches it has."""
     for launch in launches[:2]:
         launch()
     once = replay_us(device, device.capture(launches), 1)
     turns = max(1, min(round(GRAPH_US / max(once, 1e-3)), MOST_LAUNCHES // len(launches)))
-    graph = device.capture(list(launches) * turns)
-    return median(replay_us(device, graph) for _ in range(ROUNDS)) / (turns * len(launches))
+    return device.capture(list(launches) * turns), turns * len(launches)
 
 
 def sets_of(size: int, l2_bytes: int) -> int:
