@@ -3,7 +3,7 @@
 A launch writes its numbers into pinned memory, asks for one copy, a graph and a copy back, and returns. The next launch
 is planned and asked for while this one runs: tokens that the host has not seen yet are taken on the device.
 
-    decode    graphs of one and of `most_steps` steps for each number of rows in `buckets`, padded up to it
+    decode    graphs of one step for each number of rows in `buckets`, padded up to it; of `most_steps` up to MOST_ROWS
     prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
               one long prompt alone, and what does not fit, kernel by kernel
     options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
@@ -36,6 +36,7 @@ from rooflight.models.decoder import Decoder
 from rooflight.models.recipe import Recipe
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
+MOST_ROWS = 64  # of graphs of several steps: with more, a step is so long that the launch of one graph more is nothing
 # Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
 # sequences that decode.
 PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024, 2048, 4096))
@@ -103,13 +104,17 @@ class GraphRunner(Runner):
             self._state.launched(wish.rows, wish.sequences, [plan.gets(row) for row in wish.rows])
             return launch
 
+    def _most_steps(self, rows: int) -> int:
+        """Of a graph of so many rows."""
+        return self.most_steps if rows <= MOST_ROWS else 1
+
     def _options(self, batch: DecodeBatch | PromptBatch, wish: Wish) -> Options | None:
         return Options(self._state, batch.reports if wish.reports else None) if wish.places else None
 
     def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence], wish: Wish) -> InFlight:
         batch = self._decode[_fitting(self.buckets, len(plan.rows))]
         batch.write(plan.rows, sampling, wish.places)
-        many = self.most_steps if plan.steps == self.most_steps else 1
+        many = self._most_steps(batch.rows) if plan.steps == self.most_steps else 1
         options = self._options(batch, wish)
         key: tuple[str | int, ...] = ("decode", batch.rows, many)
         step = partial(_decode_steps, batch, many, options)
@@ -190,7 +195,7 @@ class GraphRunner(Runner):
             for prompt in reversed(self._prompts):
                 self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
             for rows, batch in reversed(self._decode.items()):
-                for many in sorted({1, self.most_steps}):
+                for many in sorted({1, self._most_steps(rows)}):
                     self._capture(("decode", rows, many), partial(_decode_steps, batch, many), pool)
 
     def _capture(self, key: tuple[str | int, ...], step: Callable[[], None], pool: Any) -> None:
