@@ -100,6 +100,16 @@ def test_penalties_are_of_other_sequences_in_each_turn_and_leave_logits_alone() 
     assert repetition.tolist() == [1.0] * 8
 
 
+def test_heads_that_are_turned_again_and_again_keep_their_length() -> None:
+    (call,) = (call for step, call in calls(BF16) if step == STEPS[1] and call.operator == "rope_")
+    seen: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "rope_", lambda *args: (seen.append(args[0].norm(dim=2)), ops.rope(*args)))
+        (launch,) = OTHERS["rope_"](BF16, STEPS[1], Placed(call, call.cost, "bf16"), FakeDevice())
+        turned, _ = launch()[1]  # type: ignore[index]
+    torch.testing.assert_close(turned.norm(dim=2), seen[0], rtol=0.01, atol=0)
+
+
 def test_providers_are_the_kernels_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("embedding", "rope_", "sample"):
         there = REGISTRY[name].providers["ref"]

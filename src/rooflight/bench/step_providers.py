@@ -168,7 +168,8 @@ def _rope(config: ModelConfig, step: Step, item: Placed, device: Device) -> list
     tokens, heads = item.call.shape[0], [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     packed = torch.randn(tokens, sum(heads), config.head_dim, device=device.name, dtype=item.call.dtype)
     q, k, _ = packed.split_with_sizes(heads, dim=1)
-    table = torch.randn(tokens, config.rope.rotary_dim(config.head_dim), device=device.name).clamp_(-1, 1)
+    angles = torch.rand(tokens, config.rope.rotary_dim(config.head_dim) // 2, device=device.name)
+    table = torch.cat((angles.cos(), angles.sin()), 1)  # turned again and again, heads keep their length
     return [partial(ops.rope_, q, k, table, torch.arange(tokens, device=device.name))]
 
 
