@@ -32,6 +32,7 @@ void launch_advance_decode(const AdvanceDecode& s, cudaStream_t stream) {
   if (s.num_seqs == 0) return;
   launch(advance_decode, dim3((s.num_seqs + kThreads - 1) / kThreads), dim3(kThreads), stream, Overlap::kBehindOurs, 0,
          s);
+  last_captured = {};  // it lets nobody start
 }
 
 }  // namespace rooflight

@@ -48,12 +48,12 @@ bool takes_head_dim(int head_dim) {
   return head_dim == 64 || head_dim == 80 || head_dim == 128 || head_dim == 256;
 }
 
-int decode_splits(int64_t blocks) {
+int decode_splits(int64_t blocks, bool pairs_share) {
   const int64_t places = card().multiprocessors;
   int splits = 1;
   while (splits < kMostSplits && blocks * splits * 2 <= places) splits *= 2;
   // Pairs may also share a multiprocessor; larger clusters find no room for all of their blocks at once.
-  return splits == 1 && blocks <= places ? 2 : splits;
+  return splits == 1 && pairs_share && blocks <= places ? 2 : splits;
 }
 
 void launch_decode_attention(const DecodeAttention& a, cudaStream_t stream) {

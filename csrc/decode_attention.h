@@ -32,8 +32,8 @@ struct DecodeAttention {
 
 bool takes_head_dim(int head_dim);
 // How many blocks share a sequence's keys, by blocks against multiprocessors, whatever the lengths are. blocks: that
-// there are with one for each sequence and KV head.
-int decode_splits(int64_t blocks);
+// there are with one for each sequence and KV head. pairs_share: whether two fit a multiprocessor.
+int decode_splits(int64_t blocks, bool pairs_share);
 void launch_decode_attention(const DecodeAttention& attention, cudaStream_t stream);
 
 }  // namespace rooflight

@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     wait_for_earlier_kernels();
   }
 
-  const int length = a.seq_lens[sequence], newest = kFirst ? length - 1 : length;
+  const int length = kFirst ? __ldcg(a.seq_lens + sequence) : a.seq_lens[sequence];
+  const int newest = kFirst ? length - 1 : length;
   const int oldest = a.window > 0 ? max(0, length - a.window) : 0;  // key that is seen
   const Part part =
       part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
@@ -116,27 +117,32 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   const bool has_newest = kFirst && newest >= part.begin && newest < part.end &&  // and length is not 0
                           (newest - part.begin) / kChunk % WARPS == warp;
   if constexpr (kFirst) {
-    const float* angles = s.cos_sin + integer_at(s.positions, s.wide_positions, sequence) * s.table_stride;
-    const int64_t slot = s.slots[sequence];
+    // What follows was written by kernels that have ended, if only just: so it is read past the nearest cache.
+    const int64_t position = s.wide_positions ? __ldcg(static_cast<const long long*>(s.positions) + sequence)
+                                              : __ldcg(static_cast<const int*>(s.positions) + sequence);
+    const int64_t slot = __ldcg(reinterpret_cast<const long long*>(s.slots) + sequence);
+    const float* angles = s.cos_sin + position * s.table_stride;
     constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
-    Turn<T, kSteps> turn_q;
+    Factors<T, kSteps> q_factors, k_factors;
+    Turn<kSteps> turn;
     if constexpr (kEarly) {
-      turn_q.load_factors(s.q_weight, quad);
-      turn_q.load_angles(angles, quad);
+      q_factors.read(s.q_weight, quad);
+      if (has_newest) k_factors.read(s.k_weight, quad);
+      turn.read(angles, quad);
     }
+
     // On what has been read so far: what is above must not sink below.
     wait_for_earlier_kernels_knowing(angles, table, static_cast<uintptr_t>(next_page) + slot);
     load_head<T>(q, queries, quad, D, row < heads);
-    if constexpr (!kEarly) turn_q.load_angles(angles, quad);
+    if constexpr (!kEarly) turn.read(angles, quad);
     if (has_newest) {
       uint4 k[kSteps], v[kSteps];
       load_head<T>(k, static_cast<const T*>(s.k.data) + sequence * s.k.token_stride + kv_head * s.k.head_stride, quad,
                    D, true);
       load_head<T>(v, static_cast<const T*>(s.v.data) + sequence * s.v.token_stride + kv_head * s.v.head_stride, quad,
                    D, true);
-      Turn<T, kSteps> turn_k = turn_q;
-      turn_k.load_factors(s.k_weight, quad);
-      normalise_and_turn<T>(k, s.k_weight != nullptr, turn_k, s.eps);
+      if constexpr (!kEarly) k_factors.read(s.k_weight, quad);
+      normalise_and_turn<T>(k, s.k_weight != nullptr, k_factors, turn, s.eps);
       if (row == 0) {
         store_head<T>(k, memory.newest.pieces[0], quad);
         store_head<T>(v, memory.newest.pieces[1], quad);
@@ -157,8 +163,8 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     // The next launch may be this kernel again, which reads the cache before it waits: a block that writes there lets
     // it start when that has been done.
     if (newest < part.begin || newest >= part.end) let_next_kernel_start();
-    if constexpr (!kEarly) turn_q.load_factors(s.q_weight, quad);
-    normalise_and_turn<T>(q, s.q_weight != nullptr, turn_q, s.eps);
+    if constexpr (!kEarly) q_factors.read(s.q_weight, quad);
+    normalise_and_turn<T>(q, s.q_weight != nullptr, q_factors, turn, s.eps);
   } else {
     load_head<T>(q, queries, quad, D, row < heads);
   }
@@ -231,6 +237,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   }
   if (has_newest) {
     __threadfence();
+    __syncwarp();  // one lane lets it start for all, whoever has written
     let_next_kernel_start();
   }
 
@@ -299,7 +306,7 @@ template <typename T, int D, typename Step>
 void launch_chunks_by_rule(const DecodeAttention& a, const Step& s, cudaStream_t stream) {
   const int64_t tiles = (a.num_heads / a.num_kv_heads + kHeads - 1) / kHeads;
   const int64_t blocks = int64_t{a.num_seqs} * a.num_kv_heads * tiles;
-  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks);
+  const int splits = a.splits > 0 ? a.splits : decode_splits(blocks, blocks_at_once<T, D, kWarps, true, Step>() > 1);
   // Where blocks wait for their turn, smaller ones leave less of a multiprocessor idle at their beginnings and ends.
   if (splits == 1 && blocks > 2 * card().multiprocessors) return launch_chunks<T, D, kWarps / 2>(a, s, 1, stream);
   launch_chunks<T, D, kWarps>(a, s, splits, stream);

@@ -83,7 +83,7 @@ __device__ __forceinline__ void finish_together(const DecodeAttention& a, const 
                  "f"(peak), "f"(sum), "r"(address_at(&gathering.barrier, to))
                  : "memory");
   }
-  wait_barrier(&gathering.barrier, 0);
+  wait_barrier_of_cluster(&gathering.barrier, 0);
   const int64_t head = static_cast<int64_t>(sequence) * a.num_heads + first;
   for (int i = threadIdx.x; i < mine.count * 4; i += WARPS * 32) {
     const int place = mine.begin * 4 + i, g = place / D;

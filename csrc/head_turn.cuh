@@ -18,23 +18,43 @@ __device__ __forceinline__ void load_head(uint4 (&x)[STEPS], const void* row, in
   }
 }
 
-// Of lane (row, quad): what its part of a head is multiplied by, and the angles that it turns by.
-template <typename T, int STEPS>
-struct Turn {
-  Pack<T, 8> factors[STEPS];
-  Pack<float, 8> cosines[STEPS / 2], sines[STEPS / 2];
+// 32 or 16 bytes that are to be on their way before what stands below: a plain load would sink behind a wait.
+template <typename P>
+__device__ __forceinline__ P load_early(const P* from) {
+  P pack;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(P) / 16); ++i) {
+    uint4& part = reinterpret_cast<uint4*>(&pack)[i];
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
+                 : "l"(reinterpret_cast<const uint4*>(from) + i));
+  }
+  return pack;
+}
 
-  __device__ __forceinline__ void load_factors(const void* weight, int quad) {
+// Of lane (row, quad): what its part of a head is multiplied by.
+template <typename T, int STEPS>
+struct Factors {
+  Pack<T, 8> values[STEPS];
+
+  __device__ __forceinline__ void read(const void* weight, int quad) {
     if (weight == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) factors[i] = load_shared(static_cast<const Pack<T, 8>*>(weight) + i * 4 + quad);
+    for (int i = 0; i < STEPS; ++i) values[i] = load_early(static_cast<const Pack<T, 8>*>(weight) + i * 4 + quad);
   }
-  __device__ __forceinline__ void load_angles(const float* angles, int quad) {
+};
+
+// And the angles that it turns by.
+template <int STEPS>
+struct Turn {
+  Pack<float, 8> cosines[STEPS / 2], sines[STEPS / 2];
+
+  __device__ __forceinline__ void read(const float* angles, int quad) {
     const auto* first = reinterpret_cast<const Pack<float, 8>*>(angles) + quad;
 #pragma unroll
     for (int i = 0; i < STEPS / 2; ++i) {
-      cosines[i] = load_shared(first + i * 4);
-      sines[i] = load_shared(first + i * 4 + STEPS * 2);
+      cosines[i] = load_early(first + i * 4);
+      sines[i] = load_early(first + i * 4 + STEPS * 2);
     }
   }
 };
@@ -42,7 +62,8 @@ struct Turn {
 // RMSNorm and RoPE by halves of a head whose quarters four neighbouring lanes hold, as `load_head` gives them: what
 // turns together is in one lane.
 template <typename T, int STEPS>
-__device__ __forceinline__ void normalise_and_turn(uint4 (&x)[STEPS], bool norm, const Turn<T, STEPS>& by, float eps) {
+__device__ __forceinline__ void normalise_and_turn(uint4 (&x)[STEPS], bool norm, const Factors<T, STEPS>& by,
+                                                   const Turn<STEPS>& turn, float eps) {
   constexpr int kHalf = STEPS / 2;
   float values[STEPS][8], square = 0.0f;
 #pragma unroll
@@ -58,7 +79,7 @@ __device__ __forceinline__ void normalise_and_turn(uint4 (&x)[STEPS], bool norm,
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       float factors[8];
-      to_floats(by.factors[i], factors);
+      to_floats(by.values[i], factors);
 #pragma unroll
       for (int j = 0; j < 8; ++j) values[i][j] *= inverse * factors[j];
     }
@@ -68,7 +89,7 @@ __device__ __forceinline__ void normalise_and_turn(uint4 (&x)[STEPS], bool norm,
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float a = values[i][j], b = values[i + kHalf][j];
-      const float cosine = by.cosines[i].values[j], sine = by.sines[i].values[j];
+      const float cosine = turn.cosines[i].values[j], sine = turn.sines[i].values[j];
       values[i][j] = a * cosine - b * sine;
       values[i + kHalf][j] = b * cosine + a * sine;
     }

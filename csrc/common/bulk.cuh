@@ -58,4 +58,19 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
 #endif
 }
 
+// The same for bytes that other blocks of the cluster have stored.
+__device__ __forceinline__ void wait_barrier_of_cluster(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
 }  // namespace rooflight

@@ -40,7 +40,7 @@ def test_the_rule_is_that_of_the_kernel() -> None:
     assert re.sub(r"\s+", " ", code) == (
         "const int64_t places = card().multiprocessors; int splits = 1; "
         "while (splits < kMostSplits && blocks * splits * 2 <= places) splits *= 2; "
-        " return splits == 1 && blocks <= places ? 2 : splits;".replace("  ", " ")
+        " return splits == 1 && pairs_share && blocks <= places ? 2 : splits;".replace("  ", " ")
     )
     assert f"kMostSplits = {PARTS[-1]};" in (CSRC / "decode_attention_cluster.cuh").read_text()
     assert f"kHeads = {decode_parts.HEADS_OF_A_BLOCK};" in (CSRC / "decode_attention_chunks.cuh").read_text()

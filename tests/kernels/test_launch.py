@@ -171,3 +171,31 @@ def test_captures_of_two_streams_do_not_mix() -> None:
     torch.cuda.synchronize()
     assert torch.equal(one, expected)
     assert torch.equal(two, expected)
+
+
+def test_attention_with_its_step_starts_early_behind_a_product_but_not_behind_what_writes_a_cache() -> None:
+    """It reads the cache before it waits: the writer, or one that overlaps it, must have ended."""
+    attention, writer = (REGISTRY[name] for name in ("qk_norm_rope_attention_", "qk_norm_rope_cache_"))
+    given = attention.inputs(Make(torch.bfloat16, "cuda"), (40, 3), head_dim=128)
+    _, q, k, v, *step = given[:11]
+    x, weight = torch.randn(2, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
+    calls = {
+        "norm": lambda: rms_norm(x, weight, 1e-6, backend="cuda"),
+        "attention": lambda: attention.providers["cuda"](*given),
+        "in place": lambda: writer.providers["cuda"](q, k, v, *step, 1e-6),
+    }
+    for names, expected in (
+        (("norm", "attention"), [PROGRAMMATIC]),
+        (("attention", "attention"), [PROGRAMMATIC]),
+        (("in place", "attention"), [0]),
+        (("in place", "norm", "attention"), [0, PROGRAMMATIC]),
+    ):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for name in names:
+            calls[name]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for name in names:
+                calls[name]()
+        assert edge_types(graph) == expected, names
+        graph.reset()

@@ -121,7 +121,7 @@ def blocks_of(config: ModelConfig, batch: int) -> int:
 
 
 def rule(blocks: int, multiprocessors: int) -> int:
-    """`decode_splits` in csrc/decode_attention.cu."""
+    """`decode_splits` in csrc/decode_attention.cu, for heads of which two blocks share a multiprocessor: up to 128."""
     parts = 1
     while parts < PARTS[-1] and blocks * parts * 2 <= multiprocessors:
         parts *= 2
