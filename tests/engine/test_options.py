@@ -390,3 +390,46 @@ def test_a_ban_is_lifted_and_leaves_the_bias() -> None:
     assert state.width == 2 * FEW
     assert changed(state, 0, 3, 200)[:8] == [8.0, 8.0, 8.0, minus, 8.0, 8.0, 8.0, minus]
     assert changed(state, 1, 3, 200) == [8.0 + (token == 5 or 100 <= token < 100 + FEW) for token in range(200)]
+
+
+def test_a_list_that_is_too_long_for_the_device_goes_by_the_host(
+    plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases and bans together; its neighbours meanwhile do so too, and are ahead again when it has ended."""
+    monkeypatch.setattr("rooflight.engine.sequence.MOST_ENTRIES", 8)
+    llm = build(folder, device="cpu")
+    plans = watch(llm.engine.runner, monkeypatch)
+    bias = {token: float(token % 5) for token in range(6)}
+    options: list[Kind] = [
+        {"logit_bias": bias, "min_tokens": 3, "stop_token_ids": [7, 8, 9]},
+        {"logit_bias": bias, "min_tokens": 3, "stop_token_ids": [7, 8]},
+        {"frequency_penalty": 1.0, "max_tokens": 30},
+    ]
+    prompts = [prompt_ids(5, seed=seed) for seed in range(3)]
+    params = [SamplingParams(**{"max_tokens": 6, "ignore_eos": True} | kind) for kind in options]
+    assert_same(llm.generate(prompts, params), plain.generate(prompts, params))
+    helped = [plan.needs_host for plan, _ in plans]
+    assert helped[:6] == [True] * 6
+    assert not any(helped[6:])
+    assert llm.engine.runner._state.width <= FEW  # type: ignore[attr-defined]
+
+
+def test_memory_that_ends_while_lists_grow_leaves_them_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = LogitState(2, 500, torch.device("cpu"))
+    wide = sequence(prompt=[1, 2], logit_bias=dict.fromkeys(range(FEW + 1), 1.0))
+    row = Row(0, 0, (1, 2), (0,), True, place=0, limit=9)
+    pad, calls = torch.nn.functional.pad, 0
+
+    def once(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("no more")
+        return pad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", once)
+    with pytest.raises(torch.OutOfMemoryError):
+        state.write([row], [wide])
+    assert state.width == FEW == state._tables.bias_values.shape[1]
+    state.write([row], [wide])
+    assert state.width == 2 * FEW == state._tables.bias_values.shape[1]

@@ -8,7 +8,7 @@ is planned and asked for while this one runs: tokens that the host has not seen 
               one long prompt alone, and what does not fit, kernel by kernel
     options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
               are made when they are first asked for; beside prompts kernel by kernel
-    the rest  prompt_logprobs: as on a CPU, with the host
+    the rest  prompt_logprobs, and lists of biases that are too long: as on a CPU, with the host
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class GraphRunner(Runner):
     def _ask_decode(self, plan: StepPlan, sampling: Many[Sequence], wish: Wish) -> InFlight:
         batch = self._decode[_fitting(self.buckets, len(plan.rows))]
         batch.write(plan.rows, sampling, wish.places)
-        many = self._most_steps(batch.rows) if plan.steps == self.most_steps else 1
         options = self._options(batch, wish)
+        # Graphs with options are made while requests wait, and those of one step are made soonest.
+        many = self._most_steps(batch.rows) if plan.steps == self.most_steps and options is None else 1
         key: tuple[str | int, ...] = ("decode", batch.rows, many)
         step = partial(_decode_steps, batch, many, options)
         if options is not None:
@@ -189,7 +190,7 @@ class GraphRunner(Runner):
             graph.replay()
 
     def _capture_all(self) -> None:
-        """Every graph there may be a use for; none is made while requests wait."""
+        """Every graph of draws without options; none of them is made while requests wait."""
         self._pool = pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), on_device(self.device):
             for prompt in reversed(self._prompts):
@@ -232,7 +233,8 @@ class GraphRunner(Runner):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may go on with the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._graphs[key] = graph
 

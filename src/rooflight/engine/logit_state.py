@@ -41,9 +41,9 @@ class Tables:
     def widen(self, need: int) -> None:
         """Room for so many biases and bans; twice as much at least as there was."""
         more = (1 << max(need - 1, 0).bit_length()) - self.bias_ids.shape[1]
-        if more > 0:
-            self.bias_ids = torch.nn.functional.pad(self.bias_ids, (0, more), value=-1)
-            self.bias_values = torch.nn.functional.pad(self.bias_values, (0, more))
+        if more > 0:  # both or none: there may be memory for the first one only
+            ids = torch.nn.functional.pad(self.bias_ids, (0, more), value=-1)
+            self.bias_ids, self.bias_values = ids, torch.nn.functional.pad(self.bias_values, (0, more))
 
 
 class LogitState:

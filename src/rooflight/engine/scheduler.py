@@ -52,11 +52,16 @@ class Scheduler(Ledger):
                 chunks[sequence] = min(chunks[sequence], logits)
                 logits -= chunks[sequence]
         parts = [(s, tokens) for s in left if (tokens := chunks.get(s, 1)) > 0]
-        needs_host = any(s.reads_prompt if self.options_on_device else s.needs_host for s, _ in parts)
+        needs_host = any(self._needs_host(s) for s, _ in parts)
         if not parts or (needs_host and self.in_flight):
             return None
         steps = 1 if needs_host or prompts else self._steps(list(left))
         return StepPlan(tuple([self._row(s, tokens, steps) for s, tokens in parts]), steps, needs_host)
+
+    def _needs_host(self, sequence: Sequence) -> bool:
+        if not self.options_on_device or sequence.fills_tables:
+            return sequence.needs_host
+        return sequence.reads_prompt
 
     def _grow(self) -> bool:
         """Pages for the next token of those that need one; the youngest give way.

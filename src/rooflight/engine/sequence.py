@@ -8,6 +8,8 @@ from rooflight.engine.outputs import FinishReason
 from rooflight.engine.page_pool import ROOT
 from rooflight.engine.params import SamplingParams
 
+MOST_ENTRIES = 1024  # of the list of biases and banned tokens that a device keeps for every place
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -61,6 +63,12 @@ class Sequence:
     def has_options(self, num_tokens: int) -> bool:
         """Whether the token behind so many is more than a draw: its logits are changed or reported."""
         return self.params.has_options or num_tokens - self.num_prompt < self.params.min_tokens
+
+    @property
+    def fills_tables(self) -> bool:
+        """Whether it has more biases and bans than a device keeps for a sequence."""
+        bans = len(self.end_ids) if self.params.min_tokens else 0
+        return len(self.params.logit_bias) + bans > MOST_ENTRIES
 
     @property
     def needs_host(self) -> bool:
