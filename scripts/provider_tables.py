@@ -16,13 +16,14 @@ from rooflight.bench.decode_parts import BY_RULE, PARTS
 from rooflight.ops.contract import PREFERENCE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
+NOT_RECORDED = "Not recorded yet: `scripts/h200_decode.sh providers` measures it.\n"
 
 
 def provider_table() -> str:
     """An operator and a step down, providers across."""
     data = _report("step_providers")
     if data is None:
-        return ""
+        return NOT_RECORDED
     providers = [name for name in PREFERENCE if any(row["provider"] == name for row in data["rows"])]
     lines = []
     for (operator, phase, batch, context), group in groupby(data["rows"], key=_call):
@@ -50,7 +51,7 @@ def parts_table() -> str:
     """Batch and context down, numbers of parts across, the rule's choice bold."""
     data = _report("decode_parts")
     if data is None:
-        return ""
+        return NOT_RECORDED
     lines = []
     for row in data["rows"]:
         cells = [_us(row["us"][str(parts)]["median"], parts == row["rule"], True) for parts in PARTS]
