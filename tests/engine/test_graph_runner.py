@@ -16,7 +16,8 @@ import torch
 from rooflight import LLM, SamplingParams
 from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
-from rooflight.engine.graph_runner import GraphRunner, buckets, prompt_sizes
+from rooflight.engine.graph_runner import GraphRunner
+from rooflight.engine.graph_sizes import buckets, prompt_sizes
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload

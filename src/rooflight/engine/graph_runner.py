@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from rooflight.engine.capture import captured
+from rooflight.engine.graph_sizes import buckets, prompt_sizes
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.launch import InFlight, Launch
 from rooflight.engine.logit_state import LogitState
@@ -37,20 +39,6 @@ from rooflight.models.recipe import Recipe
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 MOST_ROWS = 64  # of graphs of several steps: with more, a step is so long that the launch of one graph more is nothing
-# Of captured steps with prompts: alone, where up to eight rows take what one takes in the head's kernel, and beside
-# sequences that decode.
-PROMPT_SIZES = tuple(PromptSize(tokens, 8) for tokens in (32, 64, 128, 256, 512, 1024, 2048, 4096))
-MIXED_SIZES = tuple(
-    PromptSize(*size)
-    for size in (
-        (256, 16, 32),
-        (1024, 32, 64),
-        (2048, 64, 256),
-        (4096, 64, 256),
-        (8192, 128, 256),
-        (8192, 128, 1024),
-    )
-)
 LATE = "options", "reports"  # graphs of decode steps with options, without and with log-probabilities
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 
@@ -210,7 +198,7 @@ class GraphRunner(Runner):
             torch.cuda.synchronize()
         between = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with captured(graph, pool, "global"):
             step()
         self._graphs[key] = graph
         self._count(f"first {key[0]} steps", between - begin)
@@ -233,30 +221,12 @@ class GraphRunner(Runner):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on with the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with captured(graph, self._pool, "thread_local"):  # other threads may go on with the device meanwhile
             step()
         self._graphs[key] = graph
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-
-
-def buckets(most: int) -> list[int]:
-    """Numbers of rows that have graphs: powers of two, and the most there may be."""
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-
-
-def prompt_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptSize]:
-    """Steps with prompts that have graphs, the smallest first."""
-    sizes = {
-        PromptSize(
-            min(size.tokens, max_num_batched_tokens), min(size.prompts, max_num_seqs), min(size.decodes, max_num_seqs)
-        )
-        for size in (*PROMPT_SIZES, *MIXED_SIZES)
-        if size.tokens < 2 * max_num_batched_tokens
-    }
-    return sorted(sizes, key=lambda size: (size.tokens + size.decodes, size))
 
 
 def _size_of(prompts: Many[Row], decodes: Many[Row]) -> PromptSize:
