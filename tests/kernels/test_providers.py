@@ -71,10 +71,12 @@ def test_the_backend_context_selects_the_overload_where_there_is_one(called: lis
 
 def test_unknown_names_are_refused_with_the_choices() -> None:
     x, residual, weight = arguments()
-    there = re.escape(str(list(REGISTRY["fused_add_rms_norm"].providers)))
-    with pytest.raises(ValueError, match=rf"fused_add_rms_norm: backend must be one of {there}, was 'fast'"):
+    operator = REGISTRY["fused_add_rms_norm"]
+    there = re.escape(str([name for name in operator.providers if DEVICE in operator.serves[name]]))
+    wish = rf"fused_add_rms_norm: backend must be one of {there} for tensors on {DEVICE}, was 'fast'"
+    with pytest.raises(ValueError, match=wish):
         ops.fused_add_rms_norm(x, residual, weight, backend="fast")
-    with pytest.raises(ValueError, match=r"linear: backend must be one of \['ref'\], was 'triton'"):
+    with pytest.raises(ValueError, match=rf"linear: backend must be one of \['ref'\] for tensors on {DEVICE}, was"):
         ops.linear(x, residual, backend="triton")
     with pytest.raises(ValueError, match="or None, was 'fast'"), ops.backend("fast"):
         pass
@@ -89,17 +91,23 @@ def test_status_says_why_for_each_provider() -> None:
 
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_without_the_interpreter_the_cpu_has_no_triton_kernel(interpret: str) -> None:
-    """In a process of its own: on the CPU the provider runs only when the interpreter is on, and says so if not."""
+    """In a process of its own: on the CPU the provider is there only when the interpreter is on.
+
+    Without it a call that insists is refused with the choices, and a context leaves the operator to its reference.
+    """
     code = (
         "import torch, rooflight\n"
         "x = torch.ones(2, 4)\n"
         "try:\n"
         "    print(rooflight.ops.fused_add_rms_norm(x, x, x[0], backend='triton')[1].sum().item())\n"
-        "except NotImplementedError as error:\n"
-        "    print('refused', 'rooflight::fused_add_rms_norm.triton' in str(error))\n"
+        "except ValueError as error:\n"
+        "    print(str(error).partition(';')[0])\n"
+        "with rooflight.ops.backend('triton'):\n"
+        "    print(rooflight.ops.fused_add_rms_norm(x, x, x[0])[1].sum().item())\n"
     )
     if interpret == "1" and not interpreting():
         pytest.skip("a GPU is there, where Triton compiles and interprets nothing")
     environment = os.environ | {"TRITON_INTERPRET": interpret}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.strip() == ("16.0" if interpret == "1" else "refused True")
+    refused = "fused_add_rms_norm: backend must be one of ['ref'] for tensors on cpu, was 'triton'"
+    assert done.stdout.splitlines() == ["16.0" if interpret == "1" else refused, "16.0"]

@@ -87,6 +87,7 @@ class Operator:
     tolerance: float = 2.0  # times the error of the FP32 composition against FP64, plus one output rounding
     capturable_reference: bool = True  # False: the reference reads lengths on the host
     providers: dict[str, torch._ops.OpOverload] = field(default_factory=dict, init=False)
+    serves: dict[str, frozenset[str]] = field(default_factory=dict, init=False)  # provider -> device types
     active: dict[str, str] = field(default_factory=dict, init=False)  # device type -> provider
     reason: dict[str, str] = field(default_factory=dict, init=False)  # device type -> why that one
     # `active` as a call looks it up, where Python's time shows: on anything but a GPU, on a GPU.
@@ -128,6 +129,7 @@ class Operator:
         torch.library.register_fake(f"{NAMESPACE}::{overload_name}", _with_checks(self.fake, self.check), lib=LIBRARY)
         overload = getattr(getattr(torch.ops.rooflight, self.name), provider)
         self.providers[provider] = overload
+        self.serves[provider] = frozenset(device_types)
         if self.mutates:
             attach_mutation(LIBRARY, overload, self.mutated)
         else:
@@ -159,14 +161,21 @@ class Operator:
         provider = backend or _forced["backend"]
         if provider is None:
             provider = self._defaults[tensor.is_cuda]
-        elif provider not in self.providers:
+        elif not self._runs(provider, tensor.device.type):
             if backend is None:  # a context asks for what is there and leaves the rest alone
                 return self.providers[self._defaults[tensor.is_cuda]]
-            there = list(self.providers)
+            there = [name for name in self.providers if self._runs(name, tensor.device.type)]
             raise ValueError(
-                f"{self.name}: backend must be one of {there}, was {backend!r}; `rooflight info` says what is missing"
+                f"{self.name}: backend must be one of {there} for tensors on {tensor.device.type}, was {backend!r}; "
+                "`rooflight info` says what is missing"
             )
         return self.providers[provider]
+
+    def _runs(self, provider: str, device_type: str) -> bool:
+        """Whether the provider is there for tensors on such a device. Tensors without values are every one's."""
+        return provider in self.providers and (
+            provider == "ref" or device_type == "meta" or device_type in self.serves[provider]
+        )
 
 
 _forced: dict[str, str | None] = {"backend": None}
