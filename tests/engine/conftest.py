@@ -9,6 +9,7 @@ import torch
 
 from rooflight import LLM
 from tests.engine.late import make_late
+from tests.engine.runners import build
 from tests.engine.support import assert_idle, checkpoint
 
 Checkpoints = Callable[..., tuple[Path, Any]]
@@ -42,6 +43,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def shared_llm(checkpoints: Checkpoints) -> LLM:
     folder, _ = checkpoints("qwen3", max_position_embeddings=1024)
     return LLM(str(folder), page_size=4, num_pages=512, max_model_len=600, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Checkpoints) -> Path:
+    """A Qwen3 whose heads the kernels take."""
+    return checkpoints("qwen3", max_position_embeddings=1024, head_dim=64)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    """With the runner of a CPU."""
+    return LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, max_num_batched_tokens=64, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> LLM:
+    """With that of a GPU."""
+    return build(folder, device="cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -21,37 +21,11 @@ from rooflight.engine.graph_sizes import buckets, prompt_sizes
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload
+from tests.engine.runners import build
 from tests.engine.support import assert_idle, prompt_ids
 
 Checkpoints = Callable[..., tuple[Path, Any]]
 CPU = torch.device("cpu")
-
-
-def build(folder: Path, captured: bool = False, most_steps: int = 8, num_pages: int = 400, **options: Any) -> LLM:
-    """An LLM whose runner is the GPU's, on whatever device the options say."""
-    llm = LLM(str(folder), page_size=4, max_model_len=200, num_pages=num_pages, **options)
-    if isinstance(llm.engine.runner, GraphRunner):
-        return llm
-    old = llm.engine
-    runner = GraphRunner(llm.decoder, old.runner.cache, llm.max_model_len, 16, 64, captured, most_steps)
-    scheduler = Scheduler(num_pages, 4, 16, 64, old.scheduler.prefix_cache, runner.most_steps, runner.options_on_device)
-    llm.engine = Engine(runner, scheduler, old.tokenizer, old.end_ids)
-    return llm
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoints: Checkpoints) -> Path:
-    return checkpoints("qwen3", max_position_embeddings=1024, head_dim=64)[0]
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> LLM:
-    return LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, max_num_batched_tokens=64, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def ahead(folder: Path) -> LLM:
-    return build(folder, device="cpu")
 
 
 def mixed(count: int = 9) -> tuple[list[list[int]], list[SamplingParams]]:

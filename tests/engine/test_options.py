@@ -18,9 +18,9 @@ from rooflight.engine.graph_runner import GraphRunner
 from rooflight.engine.logit_state import FEW, LogitState
 from rooflight.engine.plan import Row, StepPlan
 from rooflight.engine.scheduler import Scheduler
+from tests.engine.runners import build
 from tests.engine.sequences import sequence
 from tests.engine.support import assert_idle, prompt_ids
-from tests.engine.test_graph_runner import build
 
 Checkpoints = Callable[..., tuple[Path, Any]]
 Kind = dict[str, Any]
@@ -71,21 +71,6 @@ def watch(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan, 
 
     monkeypatch.setattr(runner, "launch", note)
     return plans
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoints: Checkpoints) -> Path:
-    return checkpoints("qwen3", max_position_embeddings=1024, head_dim=64)[0]
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> LLM:
-    return LLM(str(folder), page_size=4, max_model_len=200, num_pages=400, max_num_batched_tokens=64, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def ahead(folder: Path) -> LLM:
-    return build(folder, device="cpu")
 
 
 @pytest.mark.parametrize("most_steps", [1, 8])

@@ -27,9 +27,9 @@ from rooflight.models.sources import Kind, resolve
 COLD, WARM = "cold", "warm"
 GOALS = {COLD: 20.0, WARM: 5.0}  # seconds until ready, on a GPU
 PATIENCE = 600.0  # seconds
-# Whoever keeps compiled code on disk: Triton, the driver, PyTorch's run-time compilers, and Python, whose two thousand
-# modules of PyTorch take two seconds longer to import from their source than from the bytecode that pip leaves beside
-# them. It may be missing, or writing it forbidden, on the machine that measures: so it has a folder here as well.
+# Whoever keeps compiled code on disk: Triton, the driver, PyTorch's run-time compilers, and Python, which would compile
+# PyTorch's modules at every start (docs/lab) where the bytecode that pip leaves beside them is missing and writing it
+# forbidden: so that has a folder here as well.
 CACHES = (
     "TRITON_CACHE_DIR",
     "CUDA_CACHE_PATH",

@@ -38,7 +38,7 @@ from rooflight.models.decoder import Decoder
 from rooflight.models.recipe import Recipe
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
-MOST_ROWS = 64  # of graphs of several steps: with more, a step is so long that the launch of one graph more is nothing
+MOST_ROWS = 64  # of graphs of several steps: with more, a step takes milliseconds, and its launch microseconds
 LATE = "options", "reports"  # graphs of decode steps with options, without and with log-probabilities
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
 

@@ -29,7 +29,7 @@ from torch import nn
 from rooflight import ops
 from rooflight.models.communicator import Communicator, SingleRank
 from rooflight.models.config import ModelConfig
-from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache, step_attention, with_parts
+from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache, with_parts
 from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
 
@@ -136,8 +136,10 @@ class DecoderLayer(nn.Module):
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         norms = self.q_norm, self.k_norm
         if decode and recipe.attention:
-            rest = cos_sin, positions, slots, cache, meta, self.window, self.eps
-            return step_attention(q, k, v, norms, *rest).view(num_tokens, self.q_width)
+            mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            step = *norms, cos_sin, positions, slots, *cache
+            ops.qk_norm_rope_attention_(mixed, q, k, v, *step, meta, self.eps, window=self.window)
+            return mixed.view(num_tokens, self.q_width)
         q = norm_rope_cache(q, k, v, norms, cos_sin, positions, slots, cache, self.eps, recipe)
         mixed = attend(q, cache, meta, self.window, decode, recipe)  # (tokens, q heads, head_dim)
         return mixed.view(num_tokens, self.q_width)

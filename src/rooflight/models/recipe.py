@@ -34,25 +34,6 @@ def add_norm(
     return ops.rms_norm(residual, weight, eps)
 
 
-def step_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    cache: KvCache,
-    meta: ops.AttentionMeta,
-    window: int,
-    eps: float,
-) -> torch.Tensor:
-    """Everything between the projections of a decode step; the result is contiguous."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    ops.qk_norm_rope_attention_(out, q, k, v, *weights, cos_sin, positions, slots, *cache, meta, eps, window=window)
-    return out
-
-
 def norm_rope_cache(
     q: torch.Tensor,
     k: torch.Tensor,

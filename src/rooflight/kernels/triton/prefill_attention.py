@@ -40,7 +40,7 @@ def _prefill(
     tile = program // KV_HEADS
     kv_head = (program % KV_HEADS).to(tl.int64)
     # The last sequence whose first tile is not behind this one; number num_seqs stands for the tokens after all. They
-    # are counted: loads that wait for each other, as in a search by halves, took a sixth of the time of short prompts.
+    # are counted: in a search by halves seven loads would wait for each other.
     seq = -1
     for begin in range(0, num_seqs + 1, SEARCH):
         index = begin + tl.arange(0, SEARCH)
