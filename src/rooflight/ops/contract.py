@@ -160,10 +160,10 @@ class Operator:
         """The overload that a call on `tensor`'s device uses: argument, then context, then table."""
         provider = backend or _forced["backend"]
         if provider is None:
-            provider = self._defaults[tensor.is_cuda]
+            provider = self._defaults[int(tensor.is_cuda)]
         elif not self._runs(provider, tensor.device.type):
             if backend is None:  # a context asks for what is there and leaves the rest alone
-                return self.providers[self._defaults[tensor.is_cuda]]
+                return self.providers[self._defaults[int(tensor.is_cuda)]]
             there = [name for name in self.providers if self._runs(name, tensor.device.type)]
             raise ValueError(
                 f"{self.name}: backend must be one of {there} for tensors on {tensor.device.type}, was {backend!r}; "
