@@ -90,7 +90,8 @@ def test_merged_prefix_and_chunk_equal_the_whole(target: str) -> None:
     args = copy_args(ops.REGISTRY["prefill_attention"].inputs(Make(), **dims), target)
     q, k_cache, v_cache, table, lengths, starts, *_ = args
     whole = ops.prefill_attention_lse(q, k_cache, v_cache, AttentionMeta(table, lengths, starts, chunk, 51))
-    every_row = AttentionMeta(table.expand(chunk, -1), torch.full_like(starts[:1], prefix).expand(chunk), starts, 1, 32)
+    lengths_before = torch.full((chunk,), prefix, dtype=lengths.dtype, device=target)
+    every_row = AttentionMeta(table.expand(chunk, -1), lengths_before, starts, 1, 32)
     before = ops.decode_attention_lse(q, k_cache, v_cache, every_row)
     own = AttentionMeta(table[:, prefix // page :], lengths - prefix, starts, chunk, chunk)
     out, lse = ops.merge_attention(*before, *ops.prefill_attention_lse(q, k_cache, v_cache, own))
