@@ -12,6 +12,8 @@ import torch
 
 from rooflight.engine.capture import captured
 
+CAPTURE: Any = "capture"
+
 
 class Device:
     """Streams by name; `fails` says where a capture ends: before it begins, or never."""
@@ -28,9 +30,9 @@ class Device:
             self.current = before
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Any, pool: Any, stream: str, capture_error_mode: str) -> Iterator[None]:
         self.modes.append(capture_error_mode)
-        self.current = "capture"  # PyTorch leaves it so if the capture cannot begin
+        self.current = stream  # PyTorch leaves it so if the capture cannot begin
         if self.fails:
             raise torch.OutOfMemoryError("no more")
         try:
@@ -52,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 def test_a_graph_whose_capture_could_not_begin_is_never_destroyed(device: Device) -> None:
     graph: Any = object()
     before = sys.getrefcount(graph)
-    with pytest.raises(torch.OutOfMemoryError), captured(graph, None, "global"):
+    with pytest.raises(torch.OutOfMemoryError), captured(graph, None, CAPTURE, "global"):
         raise AssertionError("it began")
     assert sys.getrefcount(graph) == before + 1
     assert device.current == "caller"
@@ -68,7 +70,7 @@ def test_a_step_that_fails_within_a_capture_lets_the_graph_go(device: Device) ->
         seen.append(device.current)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), captured(graph, None, "thread_local"):
+    with pytest.raises(ZeroDivisionError), captured(graph, None, CAPTURE, "thread_local"):
         step()
     assert seen == ["capture"]
     assert sys.getrefcount(graph) == before

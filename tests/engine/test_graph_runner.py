@@ -235,7 +235,8 @@ def test_chunks_of_one_token(plain: LLM, folder: Path, room: int, lengths: tuple
 
 @pytest.mark.gpu(count=2)
 def test_a_model_on_the_second_gpu(plain: LLM, folder: Path) -> None:
-    """Everything is on cuda:1 while cuda:0 is current."""
+    """Everything is on cuda:1 while cuda:0 is current, and has graphs of a model of its own."""
+    build(folder, device="cuda:0", dtype="fp32")
     llm = build(folder, device="cuda:1", dtype="fp32", max_num_seqs=16, max_num_batched_tokens=64)
     prompts, options = mixed(5)
     torch.cuda.set_device(0)

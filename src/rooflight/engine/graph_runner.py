@@ -76,6 +76,7 @@ class GraphRunner(Runner):
             self._any_prompts = PromptBatch(self.model, PromptSize(max_num_batched_tokens, max_num_seqs, max_num_seqs))
         self._graphs: dict[tuple[str | int, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # of the graphs' memory, if there are graphs
+        self._side: Any = None  # the stream that they are made on
         self._state = LogitState(max_num_seqs, decoder.config.vocab_size, self.device)
         if graphs:
             self._capture_all()
@@ -179,26 +180,21 @@ class GraphRunner(Runner):
 
     def _capture_all(self) -> None:
         """Every graph of draws without options; none of them is made while requests wait."""
-        self._pool = pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), on_device(self.device):
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             for prompt in reversed(self._prompts):
-                self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows), pool)
+                self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows))
             for rows, batch in reversed(self._decode.items()):
                 for many in sorted({1, self._most_steps(rows)}):
-                    self._capture(("decode", rows, many), partial(_decode_steps, batch, many), pool)
+                    self._capture(("decode", rows, many), partial(_decode_steps, batch, many))
 
-    def _capture(self, key: tuple[str | int, ...], step: Callable[[], None], pool: Any) -> None:
+    def _capture(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
         begin = time.perf_counter()
         if key[0] == "prompt" or key[2] == 1:  # kernels are compiled and loaded, and libraries made ready, outside
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.synchronize()
+            self._run_aside(step)
         between = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        with captured(graph, pool, "global"):
+        with captured(graph, self._pool, self._side, "global"):
             step()
         self._graphs[key] = graph
         self._count(f"first {key[0]} steps", between - begin)
@@ -214,16 +210,19 @@ class GraphRunner(Runner):
         self._graphs = {
             other: graph for other, graph in self._graphs.items() if other[0] not in LATE or other[3] == key[3]
         }
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            options.rehearse(int(key[1]), self.decoder.embed.dtype)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        self._run_aside(partial(options.rehearse, int(key[1]), self.decoder.embed.dtype))
         graph = torch.cuda.CUDAGraph()
-        with captured(graph, self._pool, "thread_local"):  # other threads may go on with the device meanwhile
+        with captured(graph, self._pool, self._side, "thread_local"):  # other threads may go on with the device
             step()
         self._graphs[key] = graph
+
+    def _run_aside(self, run: Callable[[], None]) -> None:
+        """On the stream of captures, and wait for it."""
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            run()
+        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.synchronize()
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
