@@ -3,7 +3,7 @@
 //   out = sum_j softmax_j(scale * q . k_j) v_j
 //
 // Bound by the cache's way from memory, so keys and values are read once for the group of query heads. Each warp has a
-// ring of chunks of 16 tokens in shared memory, which asynchronous copies fill while it works. The products are done by
+// ring of chunks of 16 tokens in shared memory, which the copy engine fills while it works. The products are done by
 // the tensor cores with tokens and head_dim as their 16 rows and query heads as their 8 columns: on CUDA cores the same
 // work is eight times the instructions and, for one warp, slower than memory (docs/lab).
 //
@@ -14,7 +14,8 @@
 // scratch memory and without a second launch. Parts follow from the length on the device, so one graph serves all
 // lengths; short sequences keep blocks of a cluster idle.
 //
-// FP32, and pages that are no multiple of 16 tokens, go through a second, plain kernel.
+// FP32, pages that are no multiple of 16 tokens, and strides that the copy engine cannot count go through a second,
+// plain kernel.
 #include "decode_attention_chunks.cuh"
 
 namespace rooflight {

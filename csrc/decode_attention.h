@@ -24,7 +24,7 @@ struct DecodeAttention {
   int64_t q_stride = 0, q_head_stride = 0, table_stride = 0;
   CacheStrides k_strides, v_strides;
   float scale = 0.0f;
-  int num_seqs = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, page_size = 0, window = 0;
+  int num_seqs = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, num_pages = 0, page_size = 0, window = 0;
   bool aligned = true;  // everything to 16 bytes
   int splits = 0;       // parts of a sequence at most, a power of two up to 16; 0: by the rule
   Dtype dtype = Dtype::kBFloat16;

@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "common/cache_boxes.cuh"
 #include "common/mma.cuh"
 #include "common/rows.cuh"
 #include "decode_attention_cluster.cuh"
@@ -18,22 +19,28 @@
 namespace rooflight {
 
 constexpr int kWarps = 4;
-constexpr int kStages = 3;
+// Of a ring: fewer leave room for more blocks where those wait for their turn.
+template <bool CLUSTER>
+constexpr int kStagesOf = CLUSTER ? 3 : 2;
 constexpr int kHeads = 8;   // of a KV head that go together: columns of a product
 constexpr int kChunk = 16;  // tokens: rows of a product
 
-// Of a chunk in shared memory: 16-byte pieces, permuted within a row so that neither a load of eight rows' same piece
-// nor one of two rows' four meets in one bank.
+// Of a chunk in shared memory: boxes side by side, with zeros up to a multiple of 64 elements.
 template <int D>
 struct Chunk {
-  static constexpr int kPieces = (D + 31) / 32 * 4;  // a row's, with zeros up to a multiple of 32 elements
-  static constexpr int kPitch = kPieces <= 8 ? 128 : (kPieces + 15) / 16 * 256;
-  static constexpr int kBytes = kChunk * kPitch;
+  static constexpr int kSteps = (D + 31) / 32;  // of 32 elements that there are
+  static constexpr int kBoxes = (D + kBoxWidth - 1) / kBoxWidth, kBoxBytes = kChunk * kBoxWidth * 2;
+  static constexpr int kBytes = kBoxes * kBoxBytes;
 
   static __device__ __forceinline__ int place(int token, int piece) {
-    return token * kPitch + ((piece ^ ((token & 1) << 2 | (token >> 1 & 3))) * 16);
+    return piece / 8 * kBoxBytes + place_in_box(token, piece % 8);
   }
 };
+
+// The token at a row of the products. Two neighbours have different places for the same pieces of theirs.
+__device__ __forceinline__ int token_of(int row) {
+  return (row & 1) << 2 | (row & 7) >> 1 | (row & 8);
+}
 
 // Key and value of the newest token on their way from registers to the ring.
 template <int D>
@@ -46,9 +53,10 @@ struct Nothing {};
 template <typename T, int D, int WARPS, bool CLUSTER, typename Step>
 struct Memory {
   union {
-    char ring[WARPS][kStages][2][Chunk<D>::kBytes];
+    alignas(1024) char ring[WARPS][kStagesOf<CLUSTER>][2][Chunk<D>::kBytes];
     Meeting<WARPS, kHeads, D> meeting;
   };
+  uint64_t filled[WARPS][kStagesOf<CLUSTER>];
   std::conditional_t<std::is_same_v<Step, Nothing>, Nothing, Newest<D>> newest;
   std::conditional_t<CLUSTER, Gathering<kHeads, D>, Nothing> gathering;
 };
@@ -61,48 +69,86 @@ constexpr int blocks_at_once() {
 
 template <typename T, int D, int WARPS, bool CLUSTER, typename Step>
 __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTER, Step>())
-    decode_attention_chunks(DecodeAttention a, Step s) {
+    decode_attention_chunks(DecodeAttention a, Step s, const __grid_constant__ CacheBoxes boxes) {
   using C = Chunk<D>;
   constexpr bool kFirst = !std::is_same_v<Step, Nothing>;  // norm, RoPE and cache write are still to be done
-  constexpr int kSteps = C::kPieces / 4, kTiles = D / 16, kCopies = kChunk * C::kPieces / 32;
-  extern __shared__ __align__(128) char storage[];
+  constexpr int kStages = kStagesOf<CLUSTER>, kSteps = C::kSteps, kTiles = D / 16;
+  extern __shared__ __align__(1024) char storage[];
   auto& memory = *reinterpret_cast<Memory<T, D, WARPS, CLUSTER, Step>*>(storage);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(kHeads, group - tile * kHeads);
   const int first = kv_head * group + tile * kHeads, sequence = blockIdx.z;
-  if constexpr (!kFirst) {
-    let_next_kernel_start();
-    wait_for_earlier_kernels();
-  }
+  // Many blocks follow a product of the library, which lets nobody start before it ends; few overlap one of ours.
+  constexpr bool kWaitsFirst = !kFirst || WARPS < kWarps;
+  constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
+  if constexpr (!kFirst) let_next_kernel_start();
+  if constexpr (kWaitsFirst) wait_for_earlier_kernels();
 
-  const int length = kFirst ? __ldcg(a.seq_lens + sequence) : a.seq_lens[sequence];
+  // All that follows from the sequence alone is asked for at once, and then all that follows from these numbers. Blocks
+  // that settle together would all wait for one way to memory behind the other, with nothing else on its way.
+  const int length = load_early(a.seq_lens + sequence);
+  int64_t position = 0, slot = 0;
+  Factors<T, kSteps> q_factors, k_factors;
+  Turn<kSteps> turn_by;
+  if constexpr (kFirst) {
+    position = s.wide_positions ? load_early(static_cast<const int64_t*>(s.positions) + sequence)
+                                : load_early(static_cast<const int*>(s.positions) + sequence);
+    slot = load_early(s.slots + sequence);
+    if constexpr (kEarly) q_factors.read(s.q_weight, quad);
+  }
+  uint4 q[kSteps], k[kSteps], v[kSteps];  // queries as right operands: head `row`, eight neighbours of each 32
+  const void* queries = static_cast<const T*>(a.q) + sequence * a.q_stride + (first + row) * a.q_head_stride;
+  if constexpr (kWaitsFirst) load_head<T>(q, queries, quad, D, row < heads);
+  if (lane == 0) {
+    fetch_map(&boxes.k);
+    fetch_map(&boxes.v);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) init_barrier(&memory.filled[warp][stage]);
+    fence_barriers();
+  }
+  __syncwarp();
+
   const int newest = kFirst ? length - 1 : length;
   const int oldest = a.window > 0 ? max(0, length - a.window) : 0;  // key that is seen
   const Part part =
       part_of(oldest / kChunk * kChunk, length, WARPS * kChunk, CLUSTER ? blockIdx.x : 0, CLUSTER ? gridDim.x : 1);
   if constexpr (CLUSTER) begin_gathering(memory.gathering, heads, part.count);
+  const bool writes_newest = kFirst && newest >= part.begin && newest < part.end;  // and length is not 0
+  const bool has_newest = writes_newest && (newest - part.begin) / kChunk % WARPS == warp;
+  const auto load_newest = [&](const auto& step) {
+    const auto row_of = [&](const Heads& h) {
+      return static_cast<const T*>(h.data) + sequence * h.token_stride + kv_head * h.head_stride;
+    };
+    load_head<T>(k, row_of(step.k), quad, D, true);
+    load_head<T>(v, row_of(step.v), quad, D, true);
+  };
+  const float* angles = nullptr;
+  if constexpr (kFirst) {
+    angles = s.cos_sin + position * s.table_stride;
+    if constexpr (kEarly) turn_by.read(angles, quad);
+    if (has_newest) {
+      if constexpr (kEarly) k_factors.read(s.k_weight, quad);
+      if constexpr (kWaitsFirst) load_newest(s);
+    }
+  }
   const int* table = a.block_table + sequence * a.table_stride;
   const auto first_of = [&](int turn) { return part.begin + (turn * WARPS + warp) * kChunk; };
   const auto page_of = [&](int turn) { return first_of(turn) < part.end ? table[first_of(turn) / a.page_size] : 0; };
-  // A chunk lies in one page. What is not seen is filled with zeros: a slot may hold anything, and 0 * NaN is NaN.
-  const auto ask = [&](int turn, int64_t page) {
-    const int base = first_of(turn), offset = base % a.page_size;
-    if (base < part.end) {
-      const T* k = static_cast<const T*>(a.k_cache) + page * a.k_strides.page + kv_head * a.k_strides.head;
-      const T* v = static_cast<const T*>(a.v_cache) + page * a.v_strides.page + kv_head * a.v_strides.head;
-      char* to = memory.ring[warp][turn % kStages][0];
+  // A chunk lies in one page.
+  const auto ask = [&](int turn, int page) {
+    const int base = first_of(turn), stage = turn % kStages;
+    if (lane == 0 && base < part.end) {
+      uint64_t* filled = &memory.filled[warp][stage];
+      expect_bytes(filled, 2 * C::kBytes);
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int token = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
-        const bool seen = base + token < min(part.end, newest) && base + token >= oldest && piece * 8 < D;
-        const int place = C::place(token, piece), at = seen ? piece * 8 : 0, there = seen ? offset + token : 0;
-        copy_async(to + place, k + there * a.k_strides.token + at, seen);
-        copy_async(to + C::kBytes + place, v + there * a.v_strides.token + at, seen);
+      for (int i = 0; i < C::kBoxes; ++i) {
+        char* to = memory.ring[warp][stage][0] + i * C::kBoxBytes;
+        copy_box(to, &boxes.k, i * kBoxWidth, base % a.page_size, kv_head, page, filled);
+        copy_box(to + C::kBytes, &boxes.v, i * kBoxWidth, base % a.page_size, kv_head, page, filled);
       }
     }
-    commit_copies();  // also an empty one: they are counted
   };
   int pages[kStages];
 #pragma unroll
@@ -111,38 +157,17 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   for (int turn = 0; turn < kStages - 1; ++turn) ask(turn, pages[turn]);
   int next_page = pages[kStages - 1];  // read a turn before it is needed
 
-  // Queries as right operands: head `row`, eight neighbours of each 32.
-  uint4 q[kSteps];
-  const T* queries = static_cast<const T*>(a.q) + sequence * a.q_stride + (first + row) * a.q_head_stride;
-  const bool has_newest = kFirst && newest >= part.begin && newest < part.end &&  // and length is not 0
-                          (newest - part.begin) / kChunk % WARPS == warp;
   if constexpr (kFirst) {
-    // What follows was written by kernels that have ended, if only just: so it is read past the nearest cache.
-    const int64_t position = s.wide_positions ? __ldcg(static_cast<const long long*>(s.positions) + sequence)
-                                              : __ldcg(static_cast<const int*>(s.positions) + sequence);
-    const int64_t slot = __ldcg(reinterpret_cast<const long long*>(s.slots) + sequence);
-    const float* angles = s.cos_sin + position * s.table_stride;
-    constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
-    Factors<T, kSteps> q_factors, k_factors;
-    Turn<kSteps> turn;
-    if constexpr (kEarly) {
-      q_factors.read(s.q_weight, quad);
-      if (has_newest) k_factors.read(s.k_weight, quad);
-      turn.read(angles, quad);
+    if constexpr (!kWaitsFirst) {
+      // On what has been read so far: what is above must not sink below.
+      wait_for_earlier_kernels_knowing(angles, table, static_cast<uintptr_t>(next_page) + slot);
+      load_head<T>(q, queries, quad, D, row < heads);
+      if (has_newest) load_newest(s);
     }
-
-    // On what has been read so far: what is above must not sink below.
-    wait_for_earlier_kernels_knowing(angles, table, static_cast<uintptr_t>(next_page) + slot);
-    load_head<T>(q, queries, quad, D, row < heads);
-    if constexpr (!kEarly) turn.read(angles, quad);
+    if constexpr (!kEarly) turn_by.read(angles, quad);
     if (has_newest) {
-      uint4 k[kSteps], v[kSteps];
-      load_head<T>(k, static_cast<const T*>(s.k.data) + sequence * s.k.token_stride + kv_head * s.k.head_stride, quad,
-                   D, true);
-      load_head<T>(v, static_cast<const T*>(s.v.data) + sequence * s.v.token_stride + kv_head * s.v.head_stride, quad,
-                   D, true);
       if constexpr (!kEarly) k_factors.read(s.k_weight, quad);
-      normalise_and_turn<T>(k, s.k_weight != nullptr, k_factors, turn, s.eps);
+      normalise_and_turn<T>(k, s.k_weight != nullptr, k_factors, turn_by, s.eps);
       if (row == 0) {
         store_head<T>(k, memory.newest.pieces[0], quad);
         store_head<T>(v, memory.newest.pieces[1], quad);
@@ -162,11 +187,9 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     }
     // The next launch may be this kernel again, which reads the cache before it waits: a block that writes there lets
     // it start when that has been done.
-    if (newest < part.begin || newest >= part.end) let_next_kernel_start();
+    if (!writes_newest) let_next_kernel_start();
     if constexpr (!kEarly) q_factors.read(s.q_weight, quad);
-    normalise_and_turn<T>(q, s.q_weight != nullptr, q_factors, turn, s.eps);
-  } else {
-    load_head<T>(q, queries, quad, D, row < heads);
+    normalise_and_turn<T>(q, s.q_weight != nullptr, q_factors, turn_by, s.eps);
   }
   // Of heads 2 * quad and 2 * quad + 1. Peaks are the warp's, sums those of the lane's tokens.
   float peak[2] = {-INFINITY, -INFINITY}, sum[2] = {}, out[kTiles][4] = {};
@@ -175,10 +198,20 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   for (int turn = 0; first_of(turn) < part.end; ++turn) {
     ask(turn + kStages - 1, next_page);
     next_page = page_of(turn + kStages);
-    wait_copies<kStages - 1>();
-    __syncwarp();
+    wait_barrier(&memory.filled[warp][turn % kStages], turn / kStages % 2);
     char* keys = memory.ring[warp][turn % kStages][0];
     char* values = keys + C::kBytes;
+    // A slot that is not seen may hold anything, and 0 * NaN is NaN.
+    if (first_of(turn) < oldest || first_of(turn) + kChunk > part.end) {
+      for (int i = lane; i < kChunk * C::kSteps * 4; i += 32) {
+        const int place = i / (C::kSteps * 4), token = first_of(turn) + place;
+        if (token < oldest || token >= part.end) {
+          *reinterpret_cast<uint4*>(values + C::place(place, i % (C::kSteps * 4))) = uint4{0, 0, 0, 0};
+        }
+      }
+      if (first_of(turn + kStages) < part.end) fence_for_copies();  // of the next chunk in this stage
+      __syncwarp();
+    }
     if constexpr (kFirst) {
       if (has_newest && newest - first_of(turn) < kChunk) {
         const int token = newest - first_of(turn);
@@ -193,16 +226,16 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     float even[4] = {}, odd[4] = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const uint4 low = *reinterpret_cast<const uint4*>(keys + C::place(row, i * 4 + quad));
-      const uint4 high = *reinterpret_cast<const uint4*>(keys + C::place(row + 8, i * 4 + quad));
+      const uint4 low = *reinterpret_cast<const uint4*>(keys + C::place(token_of(row), i * 4 + quad));
+      const uint4 high = *reinterpret_cast<const uint4*>(keys + C::place(token_of(row + 8), i * 4 + quad));
       multiply(even, {low.x, high.x, low.y, high.y}, {q[i].x, q[i].y}, T());
       multiply(odd, {low.z, high.z, low.w, high.w}, {q[i].z, q[i].w}, T());
     }
-    // scores[2 * i + h]: token row + 8 * i, head 2 * quad + h
+    // scores[2 * i + h]: row + 8 * i, head 2 * quad + h
     float scores[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int token = first_of(turn) + row + j / 2 * 8;
+      const int token = first_of(turn) + token_of(row + j / 2 * 8);
       scores[j] = token < part.end && token >= oldest ? (even[j] + odd[j]) * scale : -INFINITY;
     }
     float kept[2];
@@ -224,19 +257,20 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
         for (int j = 0; j < 4; ++j) out[i][j] *= kept[j % 2];
       }
     }
-    // Weights as right operands: tokens in pairs, head `row`.
+    // Weights as right operands: rows in pairs, head `row`.
     const unsigned weights[2] = {transpose(pack_pair(scores[0], scores[1], T())),
                                  transpose(pack_pair(scores[2], scores[3], T()))};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       unsigned v[4];
-      load_transposed(v, values + C::place(lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
+      load_transposed(v, values + C::place(token_of(lane / 16 * 8 + lane % 8), 2 * i + lane / 8 % 2));
       multiply(out[i], v, weights, T());
     }
     __syncwarp();  // all lanes have read the stage
   }
   if (has_newest) {
     __threadfence();
+    fence_for_copies();
     __syncwarp();  // one lane lets it start for all, whoever has written
     let_next_kernel_start();
   }
@@ -246,7 +280,6 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
 #pragma unroll
     for (int far = 4; far < 32; far *= 2) sum[h] += __shfl_xor_sync(kAll, sum[h], far);
   }
-  wait_copies<0>();
   __syncthreads();  // no ring is read or written any more: its memory is the meeting's
   if (row == 0) {
 #pragma unroll
@@ -259,7 +292,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      memory.meeting.outs[warp][2 * quad + j % 2][i * 16 + row + j / 2 * 8] = out[i][j];
+      if (2 * quad + j % 2 < heads) memory.meeting.outs[warp][2 * quad + j % 2][i * 16 + row + j / 2 * 8] = out[i][j];
     }
   }
   __syncthreads();
@@ -271,7 +304,8 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
 }
 
 template <typename T, int D, int WARPS, bool CLUSTER, typename Step>
-void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
+void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, const CacheBoxes& boxes,
+                     cudaStream_t stream) {
   constexpr int kShared = sizeof(Memory<T, D, WARPS, CLUSTER, Step>);
   const auto kernel = decode_attention_chunks<T, D, WARPS, CLUSTER, Step>;
   if constexpr (CLUSTER) {
@@ -285,20 +319,23 @@ void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, cudaSt
   const int tiles = (a.num_heads / a.num_kv_heads + kHeads - 1) / kHeads;
   const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
   const Overlap overlap = std::is_same_v<Step, Nothing> ? Overlap::kBehindOurs : Overlap::kBehindDone;
-  launch_cluster(kernel, grid, block, splits, stream, overlap, kShared, a, s);
+  launch_cluster(kernel, grid, block, splits, stream, overlap, kShared, a, s, boxes);
 }
 
 template <typename T, int D, int WARPS, typename Step>
 void launch_chunks(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
-  if (splits == 1) return launch_in_parts<T, D, WARPS, false>(a, s, 1, stream);
-  launch_in_parts<T, D, WARPS, true>(a, s, splits, stream);
+  const CacheBoxes boxes{cache_boxes(a, a.k_cache, a.k_strides, kChunk),
+                         cache_boxes(a, a.v_cache, a.v_strides, kChunk)};
+  if (splits == 1) return launch_in_parts<T, D, WARPS, false>(a, s, 1, boxes, stream);
+  launch_in_parts<T, D, WARPS, true>(a, s, splits, boxes, stream);
 }
 
 // Whether the kernel takes it: half types in pieces of 16 bytes, chunks that lie in one page.
 template <typename T, int D, typename Step>
 bool chunks_take(const DecodeAttention& a) {
   const bool fits = static_cast<int>(sizeof(Memory<T, D, kWarps, true, Step>)) <= card().block_shared;
-  return a.aligned && a.page_size % kChunk == 0 && card().major >= 9 && fits;
+  return a.aligned && a.num_pages > 0 && a.page_size % kChunk == 0 && boxes_take(a.k_strides) &&
+         boxes_take(a.v_strides) && card().major >= 9 && fits;
 }
 
 // In as many parts as are asked for, or by the rule.

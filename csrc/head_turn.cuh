@@ -8,17 +8,7 @@
 
 namespace rooflight {
 
-// Neighbours 8 * quad ... of each 32 of a head's row, zeros beyond what there is.
-template <typename T, int STEPS>
-__device__ __forceinline__ void load_head(uint4 (&x)[STEPS], const void* row, int quad, int width, bool there) {
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const int at = i * 32 + quad * 8;
-    x[i] = there && at < width ? *reinterpret_cast<const uint4*>(static_cast<const T*>(row) + at) : uint4{0, 0, 0, 0};
-  }
-}
-
-// 32 or 16 bytes that are to be on their way before what stands below: a plain load would sink behind a wait.
+// Multiples of 16 bytes that are to be on their way before what stands below: a plain load would sink to its use.
 template <typename P>
 __device__ __forceinline__ P load_early(const P* from) {
   P pack;
@@ -30,6 +20,30 @@ __device__ __forceinline__ P load_early(const P* from) {
                  : "l"(reinterpret_cast<const uint4*>(from) + i));
   }
   return pack;
+}
+
+// A number, likewise, and past the nearest cache: the kernel that wrote it may only just have ended.
+__device__ __forceinline__ int load_early(const int* from) {
+  int number;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(number) : "l"(from));
+  return number;
+}
+
+__device__ __forceinline__ int64_t load_early(const int64_t* from) {
+  int64_t number;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(number) : "l"(from));
+  return number;
+}
+
+// Neighbours 8 * quad ... of each 32 of a head's row, zeros beyond what there is.
+template <typename T, int STEPS>
+__device__ __forceinline__ void load_head(uint4 (&x)[STEPS], const void* row, int quad, int width, bool there) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const int at = i * 32 + quad * 8;
+    x[i] = uint4{0, 0, 0, 0};
+    if (there && at < width) x[i] = load_early(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + at));
+  }
 }
 
 // Of lane (row, quad): what its part of a head is multiplied by.

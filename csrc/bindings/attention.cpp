@@ -66,6 +66,7 @@ DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cach
   a.num_heads = static_cast<int>(num_heads);
   a.num_kv_heads = static_cast<int>(num_kv_heads);
   a.head_dim = static_cast<int>(head_dim);
+  a.num_pages = static_cast<int>(k_cache.sizes()[0]);
   a.page_size = static_cast<int>(page_size);
   a.window = static_cast<int>(window < INT32_MAX ? window : 0);  // a wider one hides nothing
   if (splits > 0) {                                              // the largest power of two that is not above it

@@ -49,21 +49,4 @@ __device__ __forceinline__ void load_transposed(unsigned (&to)[4], const void* r
                : "memory");
 }
 
-// 16 bytes from global to shared memory, without waiting; zeros instead where they are not wanted.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(wanted ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Until all but the last LEFT groups of this thread have come.
-template <int LEFT>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
 }  // namespace rooflight
