@@ -17,7 +17,7 @@ from rooflight import LLM, SamplingParams
 from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner
-from rooflight.engine.graph_sizes import buckets, prompt_sizes
+from rooflight.engine.graph_sizes import buckets, prompt_sizes, suits
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload
@@ -111,6 +111,17 @@ def test_the_smallest_step_that_holds_the_rows() -> None:
     assert prompt_sizes(4, 64) == [(32, 4, 0), (64, 4, 0)]
     assert PromptSize(64, 4, 2).holds(PromptSize(64, 4, 2))
     assert not PromptSize(64, 4, 2).holds(PromptSize(1, 1, 3))
+
+
+def test_a_large_step_is_not_padded_far() -> None:
+    """Its padding would take longer than the launches that a graph saves."""
+    assert prompt_sizes(256, 16384)[-1] == (16384, 128, 256)
+    assert suits(PromptSize(64, 4, 2), PromptSize(1, 1, 0))
+    for tokens in (8192, 16384):
+        room = PromptSize(tokens, 128, 256)
+        assert suits(room, PromptSize(3 * tokens // 4, 1, 0))
+        assert not suits(room, PromptSize(3 * tokens // 4 - 1, 1, 0))
+    assert not suits(PromptSize(64, 4, 2), PromptSize(65, 1, 0))
 
 
 def test_host_features_between_launches(plain: LLM, ahead: LLM) -> None:

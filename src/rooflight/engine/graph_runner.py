@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rooflight.engine.capture import captured
-from rooflight.engine.graph_sizes import buckets, prompt_sizes
+from rooflight.engine.graph_sizes import buckets, prompt_sizes, suits
 from rooflight.engine.kv_cache import KVCache
 from rooflight.engine.launch import InFlight, Launch
 from rooflight.engine.logit_state import LogitState
@@ -148,7 +148,7 @@ class GraphRunner(Runner):
         return InFlight(*arrival, reports.end(wish.tops) if reports else None)
 
     def _room_for(self, rows: list[Row], options: bool) -> tuple[PromptBatch | None, int]:
-        """The smallest captured step that holds these rows, and how many of them, the first ones, are its prompts.
+        """The smallest captured step that suits these rows, and how many of them, the first ones, are its prompts.
 
         None: there is no such step, nor are there any with options.
         """
@@ -159,9 +159,9 @@ class GraphRunner(Runner):
         if options or self._is_long(rows):
             return None, prompts
         for batch in self._prompts:
-            if batch.room.holds(apart):
+            if suits(batch.room, apart):
                 return batch, prompts
-            if batch.room.holds(together):
+            if suits(batch.room, together):
                 return batch, len(rows)
         return None, prompts
 

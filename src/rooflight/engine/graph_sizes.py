@@ -16,8 +16,11 @@ MIXED_SIZES = tuple(
         (4096, 64, 256),
         (8192, 128, 256),
         (8192, 128, 1024),
+        (16384, 128, 256),
+        (16384, 128, 1024),
     )
 )
+COMPUTED = 8192  # tokens of a step from which the products of padding take longer than the launches that a graph saves
 
 
 def buckets(most: int) -> list[int]:
@@ -35,3 +38,8 @@ def prompt_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptS
         if size.tokens < 2 * max_num_batched_tokens
     }
     return sorted(sizes, key=lambda size: (size.tokens + size.decodes, size))
+
+
+def suits(room: PromptSize, size: PromptSize) -> bool:
+    """Whether a step of that size should run in a graph with that much room."""
+    return room.holds(size) and (room.tokens < COMPUTED or 4 * size.tokens >= 3 * room.tokens)
