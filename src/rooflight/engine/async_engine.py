@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from threading import Condition, Thread, current_thread
 from typing import Any
 
+from rooflight.engine.collector import COLLECTOR
 from rooflight.engine.llm import LLM, Messages, Prompt
 from rooflight.engine.metrics import Metrics
 from rooflight.engine.outputs import Chunk, Completion
@@ -101,6 +102,7 @@ class AsyncEngine:
 
     Requests of all callers run together. A bad one is refused by `submit`, with ValueError, and never reaches the
     others. If the loop itself dies, every reader gets `EngineStopped` at once, and so does whoever submits later.
+    Python's collector leaves alone what was there before, until `close` (collector.py).
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -200,8 +202,9 @@ class AsyncEngine:
 
     def _loop(self) -> None:
         try:
-            while self._take_orders():
-                self._deliver(self.llm.engine.step())
+            with COLLECTOR.aside(for_long=True):
+                while self._take_orders():
+                    self._deliver(self.llm.engine.step())
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._failure = error
         self._end()

@@ -6,12 +6,14 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rooflight.engine.collector import COLLECTOR
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import MOST_STEPS, GraphRunner
 from rooflight.engine.kv_cache import KVCache
@@ -27,6 +29,8 @@ from rooflight.text.tokenizer import Tokenizer
 # On a CPU, on a GPU: what fits a step without anybody waiting long for it.
 MOST_SEQS = 64, 256
 MOST_TOKENS = 512, 8192
+# Prompts from which Python's collector is kept off: fewer are hardly enough to make it go through everything.
+MANY_PROMPTS = 16
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -131,12 +135,19 @@ class LLM:
         A prompt with `n` > 1 has n results, one after the other. A text gets the tokenizer's BOS if it has one.
         progress: called with (completions that have ended, of how many). Raises ValueError for an empty prompt, one
         that leaves no room for an answer in the context, or parameters whose number differs; nothing is run then.
+        With many prompts Python's collector leaves alone what was there before, until the end (collector.py).
         """
         many = _as_list(prompts)
         one = SamplingParams() if params is None else params
         options = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * len(many)
         if len(options) != len(many):
             raise ValueError(f"params must be one or as many as prompts = {len(many)}, was {len(options)}")
+        with COLLECTOR.aside() if len(many) >= MANY_PROMPTS else nullcontext():
+            return self._complete(many, options, progress)
+
+    def _complete(
+        self, many: list[Prompt], options: list[SamplingParams], progress: Callable[[int, int], None] | None
+    ) -> list[Completion]:
         prepared = [self.prepare(self.encode(prompt), option) for prompt, option in zip(many, options, strict=True)]
         results: dict[int, list[Completion]] = {}
         left: dict[int, int] = {}
@@ -177,6 +188,7 @@ class LLM:
 
         Errors in the arguments are raised by this call, before the first chunk. Closing or dropping the iterator frees
         the request's memory. Several may be open at once and be read in any order: they decode together.
+        Python's collector goes on as ever: it would have to be kept off for as long as an iterator stays open.
         """
         ids = self.encode_any(prompt, **template)
         requests = self.prepare(ids, SamplingParams() if params is None else params)
