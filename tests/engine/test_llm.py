@@ -495,3 +495,42 @@ def test_the_runner_needs_no_gradients(llm: LLM) -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2]
     chunks.close()
+
+
+def test_generate_makes_only_last_chunks_and_a_stream_beside_it_loses_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [tokens_alone(llm, prompt, PARAMS) for prompt in ([1, 2, 3], [4, 5, 6])]
+    stream = llm.stream([4, 5, 6], PARAMS)
+    shown, step = [next(stream)], llm.engine.step
+    owners: dict[int, int] = {}
+
+    def counting() -> Iterator[tuple[int, Chunk]]:
+        for owner, chunk in step():
+            owners[owner] = owners.get(owner, 0) + 1
+            yield owner, chunk
+
+    monkeypatch.setattr(llm.engine, "step", counting)
+    assert llm.generate([[1, 2, 3]], PARAMS)[0].token_ids == alone[0]
+    shown += stream
+    assert tokens_of(shown) == alone[1]
+    assert sorted(owners.values()) == [1, len(shown) - 1]
+    assert len(shown) == PARAMS.max_tokens
+
+
+def test_a_callers_list_stays_as_it_is(llm: LLM) -> None:
+    prompt = [1, 2, 3]
+    whole = llm.generate([prompt, prompt], PARAMS)
+    assert prompt == [1, 2, 3]
+    assert whole[0].prompt_token_ids == (1, 2, 3)
+    assert whole[0].token_ids == whole[1].token_ids
+    request_id = llm.engine.submit(prompt, PARAMS)
+    while llm.engine.is_open(request_id):
+        list(llm.engine.step())
+    assert prompt == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("bad", "found"), [([0, -1], "-1 to 0"), ([-(2**63)], "to -9223"), ([2**63 - 1, 5], "5 to 9")])
+def test_ids_at_both_ends_of_64_bits_are_refused(llm: LLM, bad: list[int], found: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt must have token ids below {llm.config.vocab_size}, .*{found}"):
+        llm.generate([bad], PARAMS)

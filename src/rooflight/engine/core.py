@@ -58,10 +58,13 @@ class Engine:
         It must not run the engine. ValueError for a prompt that is empty, out of the vocabulary or too long, and for
         parameters that this model cannot serve.
         """
-        return self.add(self.prepare(prompt, params, on_chunk))
+        return self.add(self.prepare(list(prompt), params, on_chunk))
 
     def prepare(self, prompt: list[int], params: SamplingParams, on_chunk: OnChunk | None = None) -> list[Request]:
-        """The requests of a prompt, checked and not yet queued. May be called from any thread."""
+        """The requests of a prompt, checked and not yet queued. May be called from any thread.
+
+        The list becomes the engine's: the answer's tokens are put behind it.
+        """
         return self._intake.requests(prompt, params, on_chunk)
 
     def add(self, requests: list[Request]) -> int:
@@ -142,9 +145,12 @@ class Engine:
                 self._run()
             while self._due:
                 request, report, now = self._due.popleft()
-                self._drop_aborted()
+                if self._aborts:
+                    self._drop_aborted()
                 if not request.ended:
-                    self._chunks.append((request.group.id, self._advance(request, report, now)))
+                    chunk = self._advance(request, report, now)
+                    if chunk is not None:
+                        self._chunks.append((request.group.id, chunk))
             self._drop_aborted()
             self._finish_empty()
             if not self._requests:
@@ -225,9 +231,10 @@ class Engine:
                 self._chunks.append((request.group.id, self._deliver(request, chunk, now)))
                 self._drop_aborted()
 
-    def _advance(self, request: Request, report: TokenLogprobs | None, now: float) -> Chunk:
-        """Deliver the next token that a sequence got, and end its request if it must."""
-        self._begin_later(request.group)
+    def _advance(self, request: Request, report: TokenLogprobs | None, now: float) -> Chunk | None:
+        """Deliver the next token that a sequence got, and end its request if it must; None if nobody looks."""
+        if request.group.later:
+            self._begin_later(request.group)
         sequence = request.sequence
         token = sequence.tokens[sequence.num_prompt + request.shown]
         shows = token != ops.NO_TOKEN and sequence.params.max_tokens > 0  # or it ran for its prompt's sake
@@ -239,7 +246,7 @@ class Engine:
         except Exception as error:  # whatever a tokenizer raises ends with the request it is about
             request.error = request.error or _described(error)
             chunk = self._end(request, "", token if shows else None, report, "error", now)
-        return self._deliver(request, chunk, now)
+        return None if chunk is None else self._deliver(request, chunk, now)
 
     def _begin_later(self, group: Group) -> None:
         """The other answers to a prompt, once its pages can be shared."""
@@ -250,7 +257,7 @@ class Engine:
             for request in later:
                 self._queue(request)
 
-    def _chunk(self, request: Request, token: int, report: TokenLogprobs | None, now: float) -> Chunk:
+    def _chunk(self, request: Request, token: int, report: TokenLogprobs | None, now: float) -> Chunk | None:
         sequence, stream = request.sequence, request.stream
         if token == ops.NO_TOKEN:
             request.error = NOT_FINITE

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,17 +33,19 @@ class Intake:
         vocab_size: int,
         ids: Iterator[int],
     ) -> None:
-        self._scheduler, self._tokenizer, self._end_ids = scheduler, tokenizer, end_ids
+        self._scheduler, self._tokenizer = scheduler, tokenizer
         self._context, self._vocab_size, self._ids = context, vocab_size, ids
+        self._model_ends = self._known(end_ids)  # worked out once: most requests have no others
 
-    def requests(self, prompt: Sequence[int], params: SamplingParams, on_chunk: OnChunk | None) -> list[Request]:
-        """The n requests of a prompt; ValueError for one that cannot be served."""
+    def requests(self, prompt: list[int], params: SamplingParams, on_chunk: OnChunk | None) -> list[Request]:
+        """The n requests of a prompt; ValueError for one that cannot be served. The first one gets the list itself."""
         self._check(prompt)
         params.check_vocabulary(self._vocab_size)
         max_len = min(len(prompt) + params.max_tokens, self._context)
         self._scheduler.check(max(max_len - 1, len(prompt)))
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
-        end_ids = frozenset(token for token in ends if 0 <= token < self._vocab_size)
+        end_ids: frozenset[int] = frozenset() if params.ignore_eos else self._model_ends
+        if params.stop_token_ids:
+            end_ids |= self._known(params.stop_token_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # The first one reads the prompt for all.
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
@@ -56,7 +59,7 @@ class Intake:
         for index, number in enumerate(numbers):
             sequence = Running(
                 request_id=number,
-                tokens=list(prompt),
+                tokens=list(prompt) if index else prompt,
                 num_prompt=len(prompt),
                 max_len=max_len,
                 params=others if index else params,
@@ -66,14 +69,18 @@ class Intake:
             requests.append(Request(sequence, TextStream(self._tokenizer, tuple(params.stop)), group, index, now))
         return requests
 
+    def _known(self, tokens: Iterable[int]) -> frozenset[int]:
+        """Those of the vocabulary: others are never drawn."""
+        return frozenset(token for token in tokens if 0 <= token < self._vocab_size)
+
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token, was empty")
         try:
-            ids = np.fromiter(prompt, np.int64, len(prompt))
+            ids = _as_array(prompt)
         except OverflowError:
             raise ValueError(f"prompt must have token ids below {self._vocab_size}, was one beyond 64 bits") from None
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
+        if ids.view(np.uint64).max() >= self._vocab_size:  # negative ones are the largest: one pass for both ends
             raise ValueError(
                 f"prompt must have token ids below {self._vocab_size}, was one with {ids.min()} to {ids.max()}"
             )
@@ -82,3 +89,10 @@ class Intake:
                 f"prompt must leave room for an answer in the context of {self._context} tokens, "
                 f"was {len(prompt)} tokens"
             )
+
+
+def _as_array(prompt: Sequence[int]) -> np.ndarray:
+    try:
+        return np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)  # half of the time
+    except struct.error:  # not all of them are whole numbers of 64 bits
+        return np.fromiter(prompt, np.int64, len(prompt))

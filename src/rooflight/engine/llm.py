@@ -153,6 +153,7 @@ class LLM:
         left: dict[int, int] = {}
         try:
             for requests in prepared:
+                requests[0].group.streams = False
                 request_id = self._add(requests)
                 results[request_id], left[request_id] = [], len(requests)
             total, done = sum(left.values()), 0
@@ -207,7 +208,10 @@ class LLM:
             self._close(request_id)
 
     def prepare(self, ids: list[int], params: SamplingParams) -> list[Request]:
-        """What `Engine.add` queues, checked; ValueError for what cannot be served. May be called from any thread."""
+        """What `Engine.add` queues, checked; ValueError for what cannot be served. May be called from any thread.
+
+        The list, which `encode` made, becomes the engine's.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, was {params!r}")
         return self.engine.prepare(ids, params)
@@ -246,7 +250,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; token ids are passed on."""
         if not isinstance(prompt, str):
-            if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # of 256 prompts a copy costs a step
+            if isinstance(prompt, list) and [*map(type, prompt)].count(int) == len(prompt):  # the fastest way to ask
                 return list(prompt)
             try:
                 return array("q", list(prompt)).tolist()

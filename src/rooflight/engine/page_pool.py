@@ -52,7 +52,9 @@ class PagePool:
             del self._idle[oldest]
             self._withdraw(oldest)
             self._free.append(oldest)
-        taken = [self._free.pop() for _ in range(count)]
+        left = len(self._free) - count
+        taken = self._free[left:][::-1]  # from the end
+        del self._free[left:]
         for page in taken:
             self._holders[page] = 1
         return taken

@@ -129,7 +129,9 @@ class SamplingParams:
 
         stop_token_ids beyond the vocabulary are no error: such a token is never drawn.
         """
-        highest = max(self.logit_bias, default=0)
+        if not self.logit_bias:
+            return
+        highest = max(self.logit_bias)
         if highest >= vocab_size:
             raise ValueError(f"logit_bias must have token ids below {vocab_size}, was one with {highest}")
 

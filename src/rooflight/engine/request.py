@@ -22,6 +22,7 @@ class Group:
     params: SamplingParams
     open: int  # requests of it that have not ended
     on_chunk: OnChunk | None = None
+    streams: bool = True  # else nobody looks at a chunk before the last one, and none is made
     later: list[Request] = field(default_factory=list)  # begin when the first one's prompt is in the prefix cache
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -47,10 +48,11 @@ class Request:
     def id(self) -> int:
         return self.sequence.request_id
 
-    def chunk(self, text: str, token: int, report: TokenLogprobs | None) -> Chunk:
-        """One more token."""
+    def chunk(self, text: str, token: int, report: TokenLogprobs | None) -> Chunk | None:
+        """One more token; None if nobody looks."""
         self.text.append(text)
-        return Chunk(text, (token,), logprobs=self._new(report), index=self.index)
+        new = self._new(report)
+        return Chunk(text, (token,), logprobs=new, index=self.index) if self.group.streams else None
 
     def last_chunk(
         self, text: str, token: int | None, report: TokenLogprobs | None, reason: FinishReason, now: float

@@ -112,6 +112,8 @@ class Scheduler(Ledger):
         left = [_left(s) for s in self.running]
         prompts = [tokens for tokens in left if tokens > 1]
         wanted, many, room = sum(prompts), len(prompts), self.max_num_batched_tokens - left.count(1)
+        taken = {s.place for s in self.running}
+        places = (place for place in count() if place not in taken)
         while self.waiting and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             most = max(MOST_PROMPTS, room // SHARE)
@@ -120,13 +122,13 @@ class Scheduler(Ledger):
             if many >= room or (wanted >= room and many >= most) or not self._take_pages(sequence):
                 break
             del self.waiting[0]
-            taken = {s.place for s in self.running}
-            sequence.place = next(place for place in count() if place not in taken)
+            sequence.place = next(places)
             insort(self.running, sequence, key=arrival)
-            if _left(sequence) == 1:
+            tokens = _left(sequence)
+            if tokens == 1:
                 room -= 1
             else:
-                many, wanted = many + 1, wanted + _left(sequence)
+                many, wanted = many + 1, wanted + tokens
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Pages for all tokens that a sequence has, shared as far as they can be; False if there are too few."""
