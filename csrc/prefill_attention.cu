@@ -8,8 +8,8 @@
 // registers, and multiplies again, with its weights still in registers and the values as they lie.
 //
 // Tensor cores and exponentials take about as long, so four warpgroups on a multiprocessor take turns, whichever blocks
-// they belong to: 128 registers a thread, none of them for a warp that only asks. Warp 0 asks, between its products,
-// for as much as the ring has room for.
+// they belong to: 128 registers a thread, none of them for a warp that only asks. Every warp asks for a page of keys or
+// of values, one block of keys ahead: a warp that asked for all of them would be late for its own products.
 //
 // The grid knows no lengths: T tokens a tile make at most num_tokens / T + num_seqs tiles, and tile number
 // query_starts[s] / T + s is the first of sequence s. One more "sequence", the tokens behind the last one, sees nothing
@@ -30,12 +30,12 @@ constexpr int kBoxTokens = 16;
 constexpr int kHalfBytes = 64 * 128;  // 64 rows of kBoxWidth elements
 constexpr int kFar = 1 << 30;         // a window that hides nothing
 
-template <int D, int GROUPS, int RING>
+template <int D, int GROUPS, int K_STAGES, int V_STAGES>
 struct Tiles {
   static constexpr int kHalves = D / kBoxWidth;
   char q[GROUPS][kHalves][kHalfBytes];
-  char ring[RING][kHalves][kHalfBytes];  // keys, values, keys, values, ...
-  uint64_t full[RING], empty[RING];
+  char k[K_STAGES][kHalves * kHalfBytes], v[V_STAGES][kHalves * kHalfBytes];
+  uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
 struct Boxes {
@@ -46,7 +46,8 @@ struct Boxes {
 struct Shape {
   int group = 1, tokens = 1;         // query heads of a KV head; tokens of a tile
   unsigned inverse = 0;              // row / group is row * inverse >> 16
-  int page_boxes = 1;                // boxes of a page
+  int page_shift = 0;                // boxes of a page are two to this
+  int k_heads = 1, v_heads = 1;      // heads from one page to the next
   int reach = kFar;                  // keys that a row sees at most
   float scale = 0.0f, sign = 1.0f;   // scale, positive, times sign is the scale times log2(e)
 };
@@ -59,18 +60,6 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
-}
-
-__device__ __forceinline__ bool passed(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-#endif
-  return done != 0;
 }
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) {
@@ -99,71 +88,59 @@ struct Place {
   int low, end;                       // keys that some row sees
 };
 
-// Asks for keys and values, a lane a box.
-template <int D, int GROUPS, int RING>
+// Asks for one box of each block of keys or values: that of 16 tokens which is this warp's. One lane does.
+template <int BYTES, int STAGES>
 struct Asking {
-  Tiles<D, GROUPS, RING>& tiles;
-  const Boxes& boxes;
+  char (&ring)[STAGES][BYTES];
+  uint64_t (&full)[STAGES], (&empty)[STAGES];
+  const CUtensorMap* map;
   const int* table;
-  int page_boxes, kv_head, low, end, first_block, total;
-  int asked = 0, page = 0, next = 0;
+  int first, low, end;  // the warp's first token of block 0; keys that are there
+  int page_shift, heads, kv_head;
+  int blocks;
+  int page;  // of the next one
 
-  static constexpr int kHalves = D / kBoxWidth, kBoxes = kKeys / kBoxTokens, kLanes = kBoxes * kHalves;
+  static constexpr int kBoxBytes = BYTES / (kKeys / kBoxTokens);
 
-  __device__ __forceinline__ bool wanted(int key) const { return key < end && key + kBoxTokens > low; }
-  __device__ __forceinline__ int key_of(int block, int lane) const {
-    return (first_block + block) * kKeys + lane % kBoxes * kBoxTokens;
+  __device__ __forceinline__ bool wanted(int block) const {
+    const int key = first + block * kKeys;
+    return key < end && key + kBoxTokens > low;
   }
-  __device__ __forceinline__ int page_of(int block, int lane) const {
-    const int key = key_of(block, lane);
-    return wanted(key) ? table[key / kBoxTokens / page_boxes] : 0;
+  __device__ __forceinline__ void look_up(int block) {
+    page = block < blocks && wanted(block) ? table[(first + block * kKeys) / kBoxTokens >> page_shift] : 0;
   }
-  __device__ __forceinline__ void begin(int lane) {
-    page = page_of(0, lane);
-    next = page_of(1, lane);
-  }
-  // As much as the ring has room for; that tile number `needed` is asked for is worth waiting for.
-  __device__ __forceinline__ void ask(int needed, int lane) {
-    while (asked < total) {
-      const int slot = asked % RING;
-      if (asked >= RING) {
-        const uint32_t parity = (asked / RING - 1) & 1;
-        if (asked <= needed) {
-          wait_barrier(&tiles.empty[slot], parity);
-        } else if (!__all_sync(0xffffffffu, passed(&tiles.empty[slot], parity))) {
-          return;
-        }
-      }
-      const int block = asked / 2, key = key_of(block, lane);
-      const bool mine = lane < kLanes && wanted(key);
-      const int count = __popc(__ballot_sync(0xffffffffu, mine));
-      if (lane == 0) expect_bytes(&tiles.full[slot], count * kBoxTokens * 128);
-      __syncwarp();
-      if (mine) {
-        const int half = lane / kBoxes;
-        copy_box(&tiles.ring[slot][half][lane % kBoxes * kBoxTokens * 128], asked % 2 ? &boxes.v : &boxes.k,
-                 half * kBoxWidth, key / kBoxTokens % page_boxes * kBoxTokens, kv_head, page, &tiles.full[slot]);
-      }
-      if (asked % 2) {
-        page = next;
-        next = page_of(block + 2, lane);
-      }
-      ++asked;
+  __device__ __forceinline__ void ask(int block) {
+    if (block >= blocks) return;
+    const int slot = block % STAGES;
+    if (block >= STAGES) wait_barrier(&empty[slot], (block / STAGES - 1) & 1);
+    if (wanted(block)) {
+      const int box = (first + block * kKeys) / kBoxTokens;
+      expect_bytes(&full[slot], kBoxBytes);
+      copy_whole_heads(&ring[slot][first % kKeys / kBoxTokens * kBoxBytes], map, 2 * (box & ((1 << page_shift) - 1)),
+                       page * heads + kv_head, &full[slot]);
+    } else {
+      arrive(&full[slot]);
     }
+    look_up(block + 1);
   }
 };
 
-template <typename T, int D, int GROUPS, int RING, int BLOCKS>
+template <typename T, int D, int GROUPS, int K_STAGES, int V_STAGES, int BLOCKS, bool AHEAD>
 __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
     prefill_attention(PrefillAttention a, Shape shape, const __grid_constant__ Boxes boxes) {
-  constexpr int kHalves = D / kBoxWidth, kPieces = D / 8;
+  constexpr int kHalves = D / kBoxWidth, kPieces = D / 8, kTileBytes = kHalves * kHalfBytes;
   extern __shared__ __align__(1024) char storage[];
-  auto& tiles = *reinterpret_cast<Tiles<D, GROUPS, RING>*>(storage);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+  auto& tiles = *reinterpret_cast<Tiles<D, GROUPS, K_STAGES, V_STAGES>*>(storage);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < RING; ++s) {
-      init_barrier(&tiles.full[s]);
-      init_counting_barrier(&tiles.empty[s], 4 * GROUPS);
+    constexpr int kArrivals = kKeys / kBoxTokens;
+    for (int s = 0; s < K_STAGES; ++s) {
+      init_counting_barrier(&tiles.k_full[s], kArrivals);
+      init_counting_barrier(&tiles.k_empty[s], 4 * GROUPS);
+    }
+    for (int s = 0; s < V_STAGES; ++s) {
+      init_counting_barrier(&tiles.v_full[s], kArrivals);
+      init_counting_barrier(&tiles.v_empty[s], 4 * GROUPS);
     }
     fence_barriers();
     fetch_map(&boxes.k);
@@ -179,6 +156,7 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   at.sequence = -1;
   for (int begin = 0; begin <= a.num_seqs; begin += GROUPS * 128) {
     const int index = begin + threadIdx.x;
+    if (index < a.num_seqs) asm volatile("prefetch.global.L1 [%0];" ::"l"(a.seq_lens + index * a.lens_stride));
     at.sequence += __syncthreads_count(
         index <= a.num_seqs && a.query_starts[index * a.starts_stride] / shape.tokens + index <= tile);
   }
@@ -194,12 +172,23 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   at.end = at.offset + at.count;
   const int first_block = at.low / kKeys, blocks = max(0, (at.end + kKeys - 1) / kKeys - first_block);
 
-  Asking<D, GROUPS, RING> asking{tiles,  boxes,  a.block_table + at.sequence * a.table_stride, shape.page_boxes, kv_head,
-                                 at.low, at.end, first_block,                                  2 * blocks};
-  if (warp == 0) {
-    asking.begin(lane);
-    asking.ask(-1, lane);
+  // A warp's page of keys, of values, or both.
+  const bool asks_k = lane == 0 && warp < 4, asks_v = lane == 0 && (GROUPS == 1 || (warp >= 4 && warp < 8));
+  const int* table = a.block_table + at.sequence * a.table_stride;
+  const int own_first = first_block * kKeys + warp % 4 * kBoxTokens;
+  Asking<kTileBytes, K_STAGES> k_asking{tiles.k, tiles.k_full, tiles.k_empty,    &boxes.k,      table,   own_first,
+                                        at.low,  at.end,       shape.page_shift, shape.k_heads, kv_head, blocks};
+  Asking<kTileBytes, V_STAGES> v_asking{tiles.v, tiles.v_full, tiles.v_empty,    &boxes.v,      table,   own_first,
+                                        at.low,  at.end,       shape.page_shift, shape.v_heads, kv_head, blocks};
+  if (asks_k) {
+    k_asking.look_up(0);
+    for (int block = 0; block < K_STAGES - 1; ++block) k_asking.ask(block);
   }
+  if (asks_v) {
+    v_asking.look_up(0);
+    for (int block = 0; block < V_STAGES - 1; ++block) v_asking.ask(block);
+  }
+  __syncwarp();
 
   // Queries, 16 bytes a lane.
   const int64_t q_first = at.start + at.first;
@@ -221,7 +210,7 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
       if (shape.sign != 1.0f) pieces[i] = times<T>(pieces[i], shape.sign);
       *reinterpret_cast<uint4*>(&tiles.q[group][piece / 8][place_in_box(row, piece % 8)]) = pieces[i];
     }
-    fence_for_copies();
+    fence_for_products();
     meet_warpgroup(group);
   }
 
@@ -234,108 +223,168 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
           ? min(at.offset + static_cast<int>((group * kRows + kRows - 1) * shape.inverse >> 16), at.end - 1)
           : -1;
 
-  float out[D / 2], peak[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+  const int own_blocks = highest < 0 ? 0 : min(blocks, highest / kKeys - first_block + 1);
+
+  float out[D / 2], scores[kKeys / 2], peak[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, fade[2];
+  unsigned weights[kKeys / 4];
 #pragma unroll
   for (int i = 0; i < D / 2; ++i) out[i] = 0.0f;
-  const uint64_t q_operand = operand_at(shared_address(tiles.q[group]));
 
-  for (int block = 0; block < blocks; ++block) {
-    const int key = (first_block + block) * kKeys;
-    const bool nothing = key > highest || key + kKeys - 1 <= lowest - shape.reach;
-    if (warp == 0) asking.ask(2 * block, lane);
-    const int k_slot = 2 * block % RING, v_slot = (2 * block + 1) % RING;
-    wait_barrier(&tiles.full[k_slot], (2 * block / RING) & 1);
-    unsigned weights[kKeys / 4];
-    if (!nothing) {
-      float scores[kKeys / 2];
-      const uint64_t k_operand = operand_at(shared_address(tiles.ring[k_slot]));
-      begin_products();
+  const auto ask = [&](int block) {
+    if (asks_k) k_asking.ask(block + K_STAGES - 1);
+    if (asks_v) v_asking.ask(block + V_STAGES - 1);
+    __syncwarp();
+  };
+  const auto await_k = [&](int block) {
+    wait_barrier(&tiles.k_full[block % K_STAGES], (block / K_STAGES) & 1);
+  };
+  const auto await_v = [&](int block) {
+    wait_barrier(&tiles.v_full[block % V_STAGES], (block / V_STAGES) & 1);
+  };
+  const auto release_k = [&](int block) {
+    if (lane == 0) arrive(&tiles.k_empty[block % K_STAGES]);
+  };
+  const auto release_v = [&](int block) {
+    if (lane == 0) arrive(&tiles.v_empty[block % V_STAGES]);
+  };
+
+  const auto begin_scores = [&](int block) {
+    const GroupOperand q = operand_at(shared_address(tiles.q[group]), 1024);
+    const GroupOperand k = operand_at(shared_address(tiles.k[block % K_STAGES]), kHalves * 1024);
+    begin_products();
+    multiply_group<T, false>(scores, q, k);
 #pragma unroll
-      for (int k = 0; k < D / kGroupDepth; ++k) {  // 32 bytes further, and 64 elements; in units of 16
-        const int step = k / 4 * (kHalfBytes / 16) + k % 4 * 2;
-        if (k == 0) {
-          multiply_group<T, false>(scores, q_operand + step, k_operand + step);
-        } else {
-          multiply_group<T, true>(scores, q_operand + step, k_operand + step);
+    for (int i = 1; i < D / kGroupDepth; ++i) {
+      multiply_group<T, true>(scores, q + (i / 4 * kHalfBytes + i % 4 * 32), k + (i / 4 * 1024 + i % 4 * 32));
+    }
+    commit_products();
+  };
+
+  // Scores become weights, and `fade` what is kept of those before.
+  const auto weigh = [&](int block) {
+    const int key = (first_block + block) * kKeys;
+    if (key + kKeys - 1 > lowest || key <= highest - shape.reach) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // of the lane's first column, the position in relation to it
+        const int position = min(at.offset + static_cast<int>((row + 8 * h) * shape.inverse >> 16), at.end - 1);
+        const int last = position - key - 2 * quad, before = last - shape.reach;
+#pragma unroll
+        for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) {
+          const int column = i / 4 * 8 + i % 2;
+          if (column > last || column <= before) scores[i] = -INFINITY;
         }
       }
-      commit_products();
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float high = scores[2 * h];
+#pragma unroll
+      for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) high = fmaxf(high, scores[i]);
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+      const float grown = fmaxf(peak[h], high * shape.scale);
+      const float shift = grown == -INFINITY ? 0.0f : grown;  // a row that has seen nothing yet
+      fade[h] = power_of_two(peak[h] - shift);
+      peak[h] = grown;
+      float added = 0.0f;
+#pragma unroll
+      for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) {
+        scores[i] = power_of_two(fmaf(scores[i], shape.scale, -shift));
+        added += scores[i];
+      }
+      sum[h] = fmaf(sum[h], fade[h], added);
+    }
+  };
+  const auto fade_out = [&] {
+    if (__any_sync(0xffffffffu, fade[0] != 1.0f || fade[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) out[i] *= fade[i / 2 % 2];
+    }
+  };
+  const auto pack_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) weights[i] = pack_pair(scores[2 * i], scores[2 * i + 1], T());
+  };
+
+  const auto begin_values = [&](int block) {
+    const int key = (first_block + block) * kKeys;
+    char* values = tiles.v[block % V_STAGES];
+    // Slots that nobody sees may hold NaN, which a weight of zero does not remove. Each warpgroup writes the same.
+    if (key + kKeys > at.end || key < at.low) {
+#pragma unroll 1
+      for (int i = threadIdx.x % 128; i < kKeys * kHalves * 8; i += 128) {
+        const int slot = key + i / (kHalves * 64) * 8 + i / 8 % 8;
+        if (slot >= at.end || slot < at.low) reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
+      }
+      fence_for_products();
+      meet_warpgroup(group);
+    }
+    const GroupOperand v = upright_operand_at(shared_address(values), kHalves * 1024, 1024);
+    settle(out);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kKeys / kGroupDepth; ++i) {
+      multiply_group<T>(out, weights + 4 * i, v + i * kGroupDepth / 8 * kHalves * 1024);
+    }
+    commit_products();
+  };
+
+  if constexpr (AHEAD) {  // the next scores are under way while these weights meet the values
+    if (own_blocks > 0) {
+      await_k(0);
+      begin_scores(0);
       wait_products<0>();
       settle(scores);
-      if (lane == 0) arrive(&tiles.empty[k_slot]);
-      if (key + kKeys - 1 > lowest || key <= highest - shape.reach) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {  // of the lane's first column, the position in relation to it
-          const int position = min(at.offset + static_cast<int>((row + 8 * h) * shape.inverse >> 16), at.end - 1);
-          const int last = position - key - 2 * quad, before = last - shape.reach;
-#pragma unroll
-          for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) {
-            const int column = i / 4 * 8 + i % 2;
-            if (column > last || column <= before) scores[i] = -INFINITY;
-          }
-        }
+      release_k(0);
+      weigh(0);
+      pack_weights();
+      for (int block = 0; block + 1 < own_blocks; ++block) {
+        await_k(block + 1);
+        begin_scores(block + 1);
+        await_v(block);
+        begin_values(block);
+        ask(block);
+        wait_products<1>();
+        settle(scores);
+        release_k(block + 1);
+        weigh(block + 1);
+        wait_products<0>();
+        settle(out);
+        release_v(block);
+        fade_out();
+        pack_weights();
       }
-      // The softmax goes on: what was summed fades where a higher score has come.
-      float fade[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float highest_score = scores[2 * h];
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          if (i / 2 % 2 == h) highest_score = fmaxf(highest_score, scores[i]);
-        }
-        highest_score = fmaxf(highest_score, __shfl_xor_sync(0xffffffffu, highest_score, 1));
-        highest_score = fmaxf(highest_score, __shfl_xor_sync(0xffffffffu, highest_score, 2));
-        const float grown = fmaxf(peak[h], highest_score * shape.scale);
-        const float shift = grown == -INFINITY ? 0.0f : grown;  // a row that has seen nothing yet
-        fade[h] = power_of_two(peak[h] - shift);
-        peak[h] = grown;
-        float added = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          if (i / 2 % 2 == h) {
-            scores[i] = power_of_two(fmaf(scores[i], shape.scale, -shift));
-            added += scores[i];
-          }
-        }
-        sum[h] = fmaf(sum[h], fade[h], added);
-      }
-#pragma unroll
-      for (int i = 0; i < kKeys / 4; ++i) weights[i] = pack_pair(scores[2 * i], scores[2 * i + 1], T());
-      if (__any_sync(0xffffffffu, fade[0] != 1.0f || fade[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < D / 2; ++i) out[i] *= fade[i / 2 % 2];
-      }
-    } else if (lane == 0) {
-      arrive(&tiles.empty[k_slot]);
-    }
-    if (warp == 0) asking.ask(2 * block + 1, lane);
-    wait_barrier(&tiles.full[v_slot], ((2 * block + 1) / RING) & 1);
-    if (!nothing) {
-      // Slots that nobody sees may hold NaN, which a weight of zero does not remove. Each warpgroup writes the same.
-      if (key + kKeys > at.end || key < at.low) {
-#pragma unroll 1
-        for (int i = threadIdx.x % 128; i < kKeys * kHalves * 8; i += 128) {
-          const int slot = key + i / 8 % kKeys;
-          if (slot >= at.end || slot < at.low) {
-            reinterpret_cast<uint4*>(tiles.ring[v_slot])[i] = make_uint4(0, 0, 0, 0);
-          }
-        }
-        fence_for_copies();
-        meet_warpgroup(group);
-      }
-      const uint64_t v_operand = upright_operand_at(shared_address(tiles.ring[v_slot]), kHalfBytes);
-      settle(out);
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < kKeys / kGroupDepth; ++k) {  // 16 rows further
-        multiply_group<T>(out, weights + 4 * k, v_operand + k * (kGroupDepth * 128 / 16));
-      }
-      commit_products();
+      await_v(own_blocks - 1);
+      begin_values(own_blocks - 1);
+      ask(own_blocks - 1);
       wait_products<0>();
       settle(out);
+      release_v(own_blocks - 1);
     }
-    if (lane == 0) arrive(&tiles.empty[v_slot]);
+  } else {
+    for (int block = 0; block < own_blocks; ++block) {
+      await_k(block);
+      begin_scores(block);
+      ask(block);
+      wait_products<0>();
+      settle(scores);
+      release_k(block);
+      weigh(block);
+      pack_weights();
+      fade_out();
+      await_v(block);
+      begin_values(block);
+      wait_products<0>();
+      settle(out);
+      release_v(block);
+    }
+  }
+  for (int block = own_blocks; block < blocks; ++block) {  // the other warpgroups' part
+    ask(block);
+    await_k(block);
+    release_k(block);
+    await_v(block);
+    release_v(block);
   }
 
   // Results go out by way of the queries' place, 16 bytes a lane.
@@ -372,26 +421,28 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   }
 }
 
-template <typename T, int D, int GROUPS, int RING, int BLOCKS>
+template <typename T, int D, int GROUPS, int K_STAGES, int V_STAGES, int BLOCKS, bool AHEAD>
 void launch_tiles(const PrefillAttention& a, cudaStream_t stream) {
   constexpr float kLog2E = 1.44269504088896341f;
   Shape shape;
   shape.group = a.num_heads / a.num_kv_heads;
   shape.tokens = GROUPS * kRows / shape.group;
   shape.inverse = (65536 + shape.group - 1) / shape.group;
-  shape.page_boxes = a.page_size / kBoxTokens;
+  while (kBoxTokens << shape.page_shift < a.page_size) ++shape.page_shift;
+  shape.k_heads = static_cast<int>(heads_a_page(a, a.k_strides));
+  shape.v_heads = static_cast<int>(heads_a_page(a, a.v_strides));
   shape.reach = a.window > 0 && a.window < kFar ? a.window : kFar;
   shape.sign = static_cast<float>((a.scale > 0) - (a.scale < 0));
   shape.scale = (a.scale == 0.0f ? 1.0f : fabsf(a.scale)) * kLog2E;
-  const Boxes boxes{cache_boxes(a, a.k_cache, a.k_strides, kBoxTokens), cache_boxes(a, a.v_cache, a.v_strides, kBoxTokens)};
+  const Boxes boxes{whole_head_boxes(a, a.k_cache, a.k_strides), whole_head_boxes(a, a.v_cache, a.v_strides)};
   const dim3 grid((a.num_tokens / shape.tokens + a.num_seqs + 1) * a.num_kv_heads);
 #ifdef ROOFLIGHT_VARIANT
   const Overlap overlap = chosen_overlap ? Overlap::kBehindOurs : Overlap::kNever;
 #else
   constexpr Overlap overlap = Overlap::kBehindOurs;
 #endif
-  launch(prefill_attention<T, D, GROUPS, RING, BLOCKS>, grid, dim3(GROUPS * 128), stream, overlap,
-         static_cast<int>(sizeof(Tiles<D, GROUPS, RING>)), a, shape, boxes);
+  launch(prefill_attention<T, D, GROUPS, K_STAGES, V_STAGES, BLOCKS, AHEAD>, grid, dim3(GROUPS * 128), stream, overlap,
+         static_cast<int>(sizeof(Tiles<D, GROUPS, K_STAGES, V_STAGES>)), a, shape, boxes);
 }
 
 template <typename T, int D>
@@ -399,13 +450,17 @@ void launch_typed(const PrefillAttention& a, cudaStream_t stream) {
 #ifdef ROOFLIGHT_VARIANT
   using rooflight::chosen_variant;
   switch (chosen_variant) {
-    case 1: return launch_tiles<T, D, 1, 2, 4>(a, stream);
-    case 2: return launch_tiles<T, D, 1, 3, 3>(a, stream);
-    case 3: return launch_tiles<T, D, 2, 4, 2>(a, stream);
-    case 4: return launch_tiles<T, D, 4, 8, 1>(a, stream);
+    case 1: return launch_tiles<T, D, 1, 2, 1, 3, false>(a, stream);
+    case 2: return launch_tiles<T, D, 2, 2, 2, 2, false>(a, stream);
+    case 3: return launch_tiles<T, D, 2, 3, 2, 2, false>(a, stream);
+    case 4: return launch_tiles<T, D, 4, 4, 4, 1, false>(a, stream);
+    case 5: return launch_tiles<T, D, 1, 3, 2, 2, true>(a, stream);
+    case 6: return launch_tiles<T, D, 2, 4, 3, 1, true>(a, stream);
+    case 7: return launch_tiles<T, D, 3, 4, 4, 1, true>(a, stream);
+    case 8: return launch_tiles<T, D, 1, 4, 3, 2, false>(a, stream);
   }
 #endif
-  launch_tiles<T, D, 2, 4, 2>(a, stream);
+  launch_tiles<T, D, 2, 2, 2, 2, false>(a, stream);
 }
 
 template <typename T>
@@ -417,8 +472,13 @@ void launch_for_head(const PrefillAttention& a, cudaStream_t stream) {
 }  // namespace
 
 bool takes_prefill_attention(const PrefillAttention& a) {
+  const auto countable = [&](const CacheStrides& strides) {
+    const int64_t heads = boxes_take(strides) ? heads_a_page(a, strides) : 0;
+    return heads > 0 && heads * a.num_pages < INT32_MAX;
+  };
   return a.dtype != Dtype::kFloat32 && (a.head_dim == 64 || a.head_dim == 128) && a.page_size > 0 &&
-         a.page_size % kBoxTokens == 0 && a.aligned && boxes_take(a.k_strides) && boxes_take(a.v_strides) &&
+         a.page_size % kBoxTokens == 0 && (a.page_size & (a.page_size - 1)) == 0 && countable(a.k_strides) &&
+         countable(a.v_strides) && a.aligned &&
          a.num_heads / a.num_kv_heads <= kRows && card().major == 9;
 }
 
