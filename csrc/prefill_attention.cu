@@ -15,6 +15,8 @@
 // query_starts[s] / T + s is the first of sequence s. One more "sequence", the tokens behind the last one, sees nothing
 // and gives the zeros that a padded graph expects. Blocks of keys lie at multiples of 64 whatever the tile, and rows do
 // not meet, so a row has the same bits whole, in chunks, and in tiles of any size.
+#include <algorithm>
+
 #include "common/cache_boxes.cuh"
 #include "common/mma.cuh"
 #include "common/pack.cuh"
@@ -28,6 +30,7 @@ constexpr int kRows = 64;  // of a warpgroup
 constexpr int kKeys = 64;  // of a block
 constexpr int kBoxTokens = 16;
 constexpr int kHalfBytes = 64 * 128;  // 64 rows of kBoxWidth elements
+constexpr float kSlack = 8.0f;        // weights are at most two to this
 constexpr int kFar = 1 << 30;         // a window that hides nothing
 
 template <int D, int GROUPS, int K_STAGES, int V_STAGES>
@@ -46,7 +49,7 @@ struct Boxes {
 struct Shape {
   int group = 1, tokens = 1;         // query heads of a KV head; tokens of a tile
   unsigned inverse = 0;              // row / group is row * inverse >> 16
-  int page_shift = 0;                // boxes of a page are two to this
+  int page_shift = 0, page_mask = 0;  // boxes of a page are two to this; less one
   int k_heads = 1, v_heads = 1;      // heads from one page to the next
   int reach = kFar;                  // keys that a row sees at most
   float scale = 0.0f, sign = 1.0f;   // scale, positive, times sign is the scale times log2(e)
@@ -64,6 +67,11 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// A number that is the same in all lanes, so that the compiler knows it.
+__device__ __forceinline__ int uniform(int x) {
+  return __shfl_sync(0xffffffffu, x, 0);
 }
 
 __device__ __forceinline__ float power_of_two(float x) {
@@ -95,28 +103,26 @@ struct Asking {
   uint64_t (&full)[STAGES], (&empty)[STAGES];
   const CUtensorMap* map;
   const int* table;
-  int first, low, end;  // the warp's first token of block 0; keys that are there
-  int page_shift, heads, kv_head;
-  int blocks;
-  int page;  // of the next one
+  const Shape& shape;
+  int row;              // of the table, its first place
+  int first, low, end;  // boxes: the warp's one of block 0; those that hold a key that some row sees
+  int heads, kv_head;
+  int page = 0;  // of the next one
 
-  static constexpr int kBoxBytes = BYTES / (kKeys / kBoxTokens);
+  static constexpr int kBoxes = kKeys / kBoxTokens, kBoxBytes = BYTES / kBoxes;
 
-  __device__ __forceinline__ bool wanted(int block) const {
-    const int key = first + block * kKeys;
-    return key < end && key + kBoxTokens > low;
-  }
+  __device__ __forceinline__ bool wanted(int box) const { return box >= low && box < end; }
   __device__ __forceinline__ void look_up(int block) {
-    page = block < blocks && wanted(block) ? table[(first + block * kKeys) / kBoxTokens >> page_shift] : 0;
+    const int box = first + block * kBoxes;
+    if (wanted(box)) page = table[row + (box >> shape.page_shift)];
   }
+  // Of a block that exists.
   __device__ __forceinline__ void ask(int block) {
-    if (block >= blocks) return;
-    const int slot = block % STAGES;
+    const int slot = block % STAGES, box = first + block * kBoxes;
     if (block >= STAGES) wait_barrier(&empty[slot], (block / STAGES - 1) & 1);
-    if (wanted(block)) {
-      const int box = (first + block * kKeys) / kBoxTokens;
+    if (wanted(box)) {
       expect_bytes(&full[slot], kBoxBytes);
-      copy_whole_heads(&ring[slot][first % kKeys / kBoxTokens * kBoxBytes], map, 2 * (box & ((1 << page_shift) - 1)),
+      copy_whole_heads(&ring[slot][first % kBoxes * kBoxBytes], map, 2 * (box & shape.page_mask),
                        page * heads + kv_head, &full[slot]);
     } else {
       arrive(&full[slot]);
@@ -131,7 +137,7 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   constexpr int kHalves = D / kBoxWidth, kPieces = D / 8, kTileBytes = kHalves * kHalfBytes;
   extern __shared__ __align__(1024) char storage[];
   auto& tiles = *reinterpret_cast<Tiles<D, GROUPS, K_STAGES, V_STAGES>*>(storage);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, group = warp / 4;
   if (threadIdx.x == 0) {
     constexpr int kArrivals = kKeys / kBoxTokens;
     for (int s = 0; s < K_STAGES; ++s) {
@@ -146,7 +152,6 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
     fetch_map(&boxes.k);
     fetch_map(&boxes.v);
   }
-  let_next_kernel_start();
   wait_for_earlier_kernels();
 
   // The last sequence whose first tile is not behind this one; the last tiles of a prompt, which see most keys, go
@@ -160,10 +165,11 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
     at.sequence += __syncthreads_count(
         index <= a.num_seqs && a.query_starts[index * a.starts_stride] / shape.tokens + index <= tile);
   }
+  at.sequence = uniform(at.sequence);
   const bool real = at.sequence < a.num_seqs;
-  at.start = a.query_starts[at.sequence * a.starts_stride];
-  const int stop = real ? a.query_starts[(at.sequence + 1) * a.starts_stride] : a.num_tokens;
-  const int length = real ? a.seq_lens[at.sequence * a.lens_stride] : 0;
+  at.start = uniform(a.query_starts[at.sequence * a.starts_stride]);
+  const int stop = uniform(real ? a.query_starts[(at.sequence + 1) * a.starts_stride] : a.num_tokens);
+  const int length = uniform(real ? a.seq_lens[at.sequence * a.lens_stride] : 0);
   at.first = (tile - at.start / shape.tokens - at.sequence) * shape.tokens;
   if (at.first >= stop - at.start) return;
   at.count = min(shape.tokens, stop - at.start - at.first);
@@ -172,47 +178,54 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   at.end = at.offset + at.count;
   const int first_block = at.low / kKeys, blocks = max(0, (at.end + kKeys - 1) / kKeys - first_block);
 
+  // Queries, 16 bytes a lane, on their way while pages are asked for.
+  const int64_t q_first = at.start + at.first;
+  uint4 pieces[kRows * kPieces / 128];
+#pragma unroll
+  for (int i = 0; i < kRows * kPieces / 128; ++i) {
+    const int index = i * 128 + threadIdx.x % 128, row = group * kRows + index / kPieces, piece = index % kPieces;
+    const int token = row * shape.inverse >> 16, head = kv_head * shape.group + row - token * shape.group;
+    pieces[i] = make_uint4(0, 0, 0, 0);
+    if (token < at.count) {
+      pieces[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(a.q) + (q_first + token) * a.q_stride +
+                                                  head * a.q_head_stride + piece * 8);
+    }
+  }
   // A warp's page of keys, of values, or both.
   const bool asks_k = lane == 0 && warp < 4, asks_v = lane == 0 && (GROUPS == 1 || (warp >= 4 && warp < 8));
-  const int* table = a.block_table + at.sequence * a.table_stride;
-  const int own_first = first_block * kKeys + warp % 4 * kBoxTokens;
-  Asking<kTileBytes, K_STAGES> k_asking{tiles.k, tiles.k_full, tiles.k_empty,    &boxes.k,      table,   own_first,
-                                        at.low,  at.end,       shape.page_shift, shape.k_heads, kv_head, blocks};
-  Asking<kTileBytes, V_STAGES> v_asking{tiles.v, tiles.v_full, tiles.v_empty,    &boxes.v,      table,   own_first,
-                                        at.low,  at.end,       shape.page_shift, shape.v_heads, kv_head, blocks};
-  if (asks_k) {
-    k_asking.look_up(0);
-    for (int block = 0; block < K_STAGES - 1; ++block) k_asking.ask(block);
+  const int table_row = at.sequence * static_cast<int>(a.table_stride);
+  const int own_box = first_block * (kKeys / kBoxTokens) + warp % 4;
+  const int low_box = at.low / kBoxTokens, end_box = (at.end + kBoxTokens - 1) / kBoxTokens;
+  Asking<kTileBytes, K_STAGES> k_asking{tiles.k, tiles.k_full, tiles.k_empty, &boxes.k, a.block_table,  shape,
+                                        table_row, own_box, low_box, end_box, shape.k_heads, kv_head};
+  Asking<kTileBytes, V_STAGES> v_asking{tiles.v, tiles.v_full, tiles.v_empty, &boxes.v, a.block_table,  shape,
+                                        table_row, own_box, low_box, end_box, shape.v_heads, kv_head};
+  const auto ask_k = [&](int block) {
+    if (asks_k && block < blocks) k_asking.ask(block);
+    __syncwarp();
+  };
+  const auto ask_v = [&](int block) {
+    if (asks_v && block < blocks) v_asking.ask(block);
+    __syncwarp();
+  };
+  // A warpgroup alone fills a place as soon as it is empty; several would wait for each other, and fill that which the
+  // block before has left.
+  constexpr bool kEager = GROUPS == 1;
+  if (asks_k) k_asking.look_up(0);
+  if (asks_v) v_asking.look_up(0);
+  for (int block = 0; block < max(K_STAGES, V_STAGES); ++block) {
+    if (block < (kEager ? K_STAGES : K_STAGES - 1)) ask_k(block);
+    if (block < (kEager ? V_STAGES : V_STAGES - 1)) ask_v(block);
   }
-  if (asks_v) {
-    v_asking.look_up(0);
-    for (int block = 0; block < V_STAGES - 1; ++block) v_asking.ask(block);
-  }
-  __syncwarp();
 
-  // Queries, 16 bytes a lane.
-  const int64_t q_first = at.start + at.first;
-  {
-    uint4 pieces[kRows * kPieces / 128];
 #pragma unroll
-    for (int i = 0; i < kRows * kPieces / 128; ++i) {
-      const int index = i * 128 + threadIdx.x % 128, row = group * kRows + index / kPieces, piece = index % kPieces;
-      const int token = row * shape.inverse >> 16, head = kv_head * shape.group + row - token * shape.group;
-      pieces[i] = make_uint4(0, 0, 0, 0);
-      if (token < at.count) {
-        pieces[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(a.q) + (q_first + token) * a.q_stride +
-                                                    head * a.q_head_stride + piece * 8);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRows * kPieces / 128; ++i) {
-      const int index = i * 128 + threadIdx.x % 128, row = index / kPieces, piece = index % kPieces;
-      if (shape.sign != 1.0f) pieces[i] = times<T>(pieces[i], shape.sign);
-      *reinterpret_cast<uint4*>(&tiles.q[group][piece / 8][place_in_box(row, piece % 8)]) = pieces[i];
-    }
-    fence_for_products();
-    meet_warpgroup(group);
+  for (int i = 0; i < kRows * kPieces / 128; ++i) {
+    const int index = i * 128 + threadIdx.x % 128, row = index / kPieces, piece = index % kPieces;
+    if (shape.sign != 1.0f) pieces[i] = times<T>(pieces[i], shape.sign);
+    *reinterpret_cast<uint4*>(&tiles.q[group][piece / 8][place_in_box(row, piece % 8)]) = pieces[i];
   }
+  fence_for_products();
+  meet_warpgroup(group);
 
   // Rows of this lane, and positions of the warpgroup's.
   const int row = group * kRows + warp % 4 * 16 + lane / 4, quad = lane % 4;
@@ -231,9 +244,10 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   for (int i = 0; i < D / 2; ++i) out[i] = 0.0f;
 
   const auto ask = [&](int block) {
-    if (asks_k) k_asking.ask(block + K_STAGES - 1);
-    if (asks_v) v_asking.ask(block + V_STAGES - 1);
-    __syncwarp();
+    if constexpr (!kEager) {
+      ask_k(block + K_STAGES - 1);
+      ask_v(block + V_STAGES - 1);
+    }
   };
   const auto await_k = [&](int block) {
     wait_barrier(&tiles.k_full[block % K_STAGES], (block / K_STAGES) & 1);
@@ -243,14 +257,16 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
   };
   const auto release_k = [&](int block) {
     if (lane == 0) arrive(&tiles.k_empty[block % K_STAGES]);
+    if constexpr (kEager) ask_k(block + K_STAGES);
   };
   const auto release_v = [&](int block) {
     if (lane == 0) arrive(&tiles.v_empty[block % V_STAGES]);
+    if constexpr (kEager) ask_v(block + V_STAGES);
   };
 
   const auto begin_scores = [&](int block) {
     const GroupOperand q = operand_at(shared_address(tiles.q[group]), 1024);
-    const GroupOperand k = operand_at(shared_address(tiles.k[block % K_STAGES]), kHalves * 1024);
+    const GroupOperand k = operand_at(shared_address(tiles.k[uniform(block % K_STAGES)]), kHalves * 1024);
     begin_products();
     multiply_group<T, false>(scores, q, k);
 #pragma unroll
@@ -270,8 +286,12 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
         const int last = position - key - 2 * quad, before = last - shape.reach;
 #pragma unroll
         for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) {
-          const int column = i / 4 * 8 + i % 2;
-          if (column > last || column <= before) scores[i] = -INFINITY;
+          if (i / 4 * 8 + i % 2 > last) scores[i] = -INFINITY;
+        }
+        if (shape.reach == kFar) continue;
+#pragma unroll
+        for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) {
+          if (i / 4 * 8 + i % 2 <= before) scores[i] = -INFINITY;
         }
       }
     }
@@ -282,7 +302,9 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
       for (int i = 2 * h; i < kKeys / 2; i += i % 2 ? 3 : 1) high = fmaxf(high, scores[i]);
       high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
       high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-      const float grown = fmaxf(peak[h], high * shape.scale);
+      // The peak stays until a score is so far above it that its weight would grow large: 2^8.
+      const float highest_score = high * shape.scale;
+      const float grown = highest_score > peak[h] + kSlack ? highest_score : peak[h];
       const float shift = grown == -INFINITY ? 0.0f : grown;  // a row that has seen nothing yet
       fade[h] = power_of_two(peak[h] - shift);
       peak[h] = grown;
@@ -308,7 +330,7 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
 
   const auto begin_values = [&](int block) {
     const int key = (first_block + block) * kKeys;
-    char* values = tiles.v[block % V_STAGES];
+    char* values = tiles.v[uniform(block % V_STAGES)];
     // Slots that nobody sees may hold NaN, which a weight of zero does not remove. Each warpgroup writes the same.
     if (key + kKeys > at.end || key < at.low) {
 #pragma unroll 1
@@ -387,6 +409,8 @@ __global__ void __launch_bounds__(GROUPS * 128, BLOCKS)
     release_v(block);
   }
 
+  // Not earlier: blocks of the next kernel would take places that our own wait for.
+  let_next_kernel_start();
   // Results go out by way of the queries' place, 16 bytes a lane.
   meet_warpgroup(group);
 #pragma unroll
@@ -429,6 +453,7 @@ void launch_tiles(const PrefillAttention& a, cudaStream_t stream) {
   shape.tokens = GROUPS * kRows / shape.group;
   shape.inverse = (65536 + shape.group - 1) / shape.group;
   while (kBoxTokens << shape.page_shift < a.page_size) ++shape.page_shift;
+  shape.page_mask = (1 << shape.page_shift) - 1;
   shape.k_heads = static_cast<int>(heads_a_page(a, a.k_strides));
   shape.v_heads = static_cast<int>(heads_a_page(a, a.v_strides));
   shape.reach = a.window > 0 && a.window < kFar ? a.window : kFar;
@@ -450,16 +475,22 @@ void launch_typed(const PrefillAttention& a, cudaStream_t stream) {
 #ifdef ROOFLIGHT_VARIANT
   using rooflight::chosen_variant;
   switch (chosen_variant) {
-    case 1: return launch_tiles<T, D, 1, 2, 1, 3, false>(a, stream);
+    case 1: return launch_tiles<T, D, 1, 1, 1, 4, false>(a, stream);
     case 2: return launch_tiles<T, D, 2, 2, 2, 2, false>(a, stream);
-    case 3: return launch_tiles<T, D, 2, 3, 2, 2, false>(a, stream);
+    case 3: return launch_tiles<T, D, 1, 2, 1, 3, false>(a, stream);
     case 4: return launch_tiles<T, D, 4, 4, 4, 1, false>(a, stream);
-    case 5: return launch_tiles<T, D, 1, 3, 2, 2, true>(a, stream);
+    case 5: return launch_tiles<T, D, 1, 2, 2, 2, true>(a, stream);
     case 6: return launch_tiles<T, D, 2, 4, 3, 1, true>(a, stream);
+    case 8: return launch_tiles<T, D, 2, 3, 2, 2, true>(a, stream);
+    case 9: return launch_tiles<T, D, 4, 4, 4, 1, true>(a, stream);
     case 7: return launch_tiles<T, D, 3, 4, 4, 1, true>(a, stream);
-    case 8: return launch_tiles<T, D, 1, 4, 3, 2, false>(a, stream);
   }
 #endif
+  const int64_t places = card().multiprocessors, groups = int64_t{a.num_tokens} * a.num_heads / kRows;
+  const int64_t each = a.num_tokens / std::max(1, a.num_seqs);
+  if (groups <= 4 * places) return launch_tiles<T, D, 2, 4, 3, 1, true>(a, stream);
+  if (each >= 768) return launch_tiles<T, D, 3, 4, 4, 1, true>(a, stream);
+  if (each < 48) return launch_tiles<T, D, 1, 2, 1, 3, false>(a, stream);
   launch_tiles<T, D, 2, 2, 2, 2, false>(a, stream);
 }
 
@@ -476,9 +507,10 @@ bool takes_prefill_attention(const PrefillAttention& a) {
     const int64_t heads = boxes_take(strides) ? heads_a_page(a, strides) : 0;
     return heads > 0 && heads * a.num_pages < INT32_MAX;
   };
+  const int64_t table = a.num_seqs * a.table_stride;
   return a.dtype != Dtype::kFloat32 && (a.head_dim == 64 || a.head_dim == 128) && a.page_size > 0 &&
          a.page_size % kBoxTokens == 0 && (a.page_size & (a.page_size - 1)) == 0 && countable(a.k_strides) &&
-         countable(a.v_strides) && a.aligned &&
+         countable(a.v_strides) && a.aligned && table < INT32_MAX &&
          a.num_heads / a.num_kv_heads <= kRows && card().major == 9;
 }
 

@@ -1,10 +1,12 @@
 // Attention over the paged cache, and the step that fills it, as PyTorch operators.
+#include <array>
 #include <optional>
 #include <tuple>
 
 #include "bindings/common.h"
 #include "bindings/heads.h"
 #include "decode_attention.h"
+#include "prefill_attention.h"
 #include "qk_norm_rope_attention.h"
 #include "qk_norm_rope_cache.h"
 
@@ -91,6 +93,92 @@ std::tuple<Tensor, Tensor> decode_attention(const Tensor& q_tensor, const Tensor
   a.lse = return_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
   const DeviceGuard guard(q.device());
   launch_decode_attention(a, current_stream(q.device()));
+  return {out, lse};
+}
+
+// What the Triton kernel takes, beyond what ours does.
+std::tuple<Tensor, Tensor> prefill_attention_in_triton(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                                       const Tensor& table, const Tensor& lens, const Tensor& starts,
+                                                       int64_t max_query_len, int64_t max_seq_len, double scale,
+                                                       int64_t window, bool return_lse) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 11> stack{from(q),      from(k_cache),       from(v_cache),     from(table),
+                                     from(lens),   from(starts),        from(max_query_len), from(max_seq_len),
+                                     from(scale),  from(window),        from(return_lse)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("rooflight::prefill_attention", "triton", stack.data(), TORCH_ABI_VERSION));
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
+
+std::tuple<Tensor, Tensor> prefill_attention(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                                             const Tensor& table_tensor, const Tensor& lens_tensor,
+                                             const Tensor& starts_tensor, int64_t max_query_len, int64_t max_seq_len,
+                                             double scale, int64_t window, bool return_lse) {
+  const Operand q("q", q_tensor), k_cache("k_cache", k_tensor), v_cache("v_cache", v_tensor);
+  const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
+  const Operand starts("query_starts", starts_tensor);
+  PrefillAttention a;
+  a.dtype = q.check_values();
+  q.check_shape({-1, -1, -1});
+  const int64_t num_tokens = q.sizes()[0], num_heads = q.sizes()[1], head_dim = q.sizes()[2];
+  k_cache.check_shape({-1, -1, -1, head_dim});
+  const int64_t num_kv_heads = k_cache.sizes()[1], page_size = k_cache.sizes()[2];
+  if (num_kv_heads == 0 || num_heads % num_kv_heads != 0) {
+    fail("q", "have a multiple of num_kv_heads = " + std::to_string(num_kv_heads) + " heads",
+         std::to_string(num_heads));
+  }
+  constexpr int64_t kMostHeads = 128;  // of the Triton kernel
+  if (num_heads / num_kv_heads > kMostHeads) {
+    fail("q", "have at most 128 heads a KV head for the cuda provider", std::to_string(num_heads / num_kv_heads));
+  }
+  a.k_strides = check_cache(k_cache, q, num_kv_heads, head_dim);
+  v_cache.check_same_shape(k_cache);
+  a.v_strides = check_cache(v_cache, q, num_kv_heads, head_dim);
+  q.check_rows();
+  for (const Operand* operand : {&table, &lens, &starts}) {
+    operand->check_dtype(ScalarType::Int);
+    operand->check_same_device(q);
+  }
+  lens.check_shape({-1});
+  const int64_t num_seqs = lens.sizes()[0];
+  table.check_shape({num_seqs, -1});
+  table.check_rows();
+  starts.check_shape({num_seqs + 1});
+  if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
+  const int64_t lse_sizes[2] = {num_tokens, num_heads}, none[1] = {0};
+  const auto fits = [](int64_t count) { return count < INT32_MAX / 2; };
+  const bool counts = fits(num_tokens) && fits(num_heads) && fits(num_seqs) && fits(k_cache.sizes()[0]);
+  a.q = q.data();
+  a.k_cache = k_cache.data();
+  a.v_cache = v_cache.data();
+  a.block_table = static_cast<const int*>(table.data());
+  a.seq_lens = static_cast<const int*>(lens.data());
+  a.query_starts = static_cast<const int*>(starts.data());
+  a.q_stride = q.strides()[0];
+  a.q_head_stride = q.strides()[1];
+  a.table_stride = table.strides()[0];
+  a.lens_stride = lens.strides()[0];
+  a.starts_stride = starts.strides()[0];
+  a.scale = static_cast<float>(scale);
+  a.num_tokens = static_cast<int>(num_tokens);
+  a.num_seqs = static_cast<int>(num_seqs);
+  a.num_heads = static_cast<int>(num_heads);
+  a.num_kv_heads = static_cast<int>(num_kv_heads);
+  a.head_dim = static_cast<int>(head_dim);
+  a.num_pages = static_cast<int>(k_cache.sizes()[0]);
+  a.page_size = static_cast<int>(page_size);
+  a.window = static_cast<int>(window < INT32_MAX ? window : 0);  // a wider one hides nothing
+  a.aligned = q.aligned(16) && k_cache.aligned(16) && v_cache.aligned(16);
+  const DeviceGuard guard(q.device());
+  if (!counts || !takes_prefill_attention(a)) {
+    return prefill_attention_in_triton(q_tensor, k_tensor, v_tensor, table_tensor, lens_tensor, starts_tensor,
+                                       max_query_len, max_seq_len, scale, window, return_lse);
+  }
+  Tensor out = empty_like(q);
+  Tensor lse =
+      return_lse ? empty(lse_sizes, 2, ScalarType::Float, q.device()) : empty(none, 1, ScalarType::Float, q.device());
+  a.out = out.data_ptr();
+  a.lse = return_lse ? static_cast<float*>(lse.data_ptr()) : nullptr;
+  launch_prefill_attention(a, current_stream(q.device()));
   return {out, lse};
 }
 
@@ -206,6 +294,7 @@ void qk_norm_rope_attention(Tensor out_tensor, const Tensor& q_tensor, const Ten
 
 STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
   library.impl("decode_attention.cuda", TORCH_BOX(&decode_attention));
+  library.impl("prefill_attention.cuda", TORCH_BOX(&prefill_attention));
   library.impl("qk_norm_rope_attention_.cuda", TORCH_BOX(&qk_norm_rope_attention));
   library.impl("qk_norm_rope_cache_.cuda", TORCH_BOX(&qk_norm_rope_cache));
 }

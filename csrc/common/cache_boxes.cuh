@@ -20,6 +20,9 @@ namespace rooflight {
 
 constexpr int kBoxWidth = 64;  // elements of 2 bytes: a row of 128 bytes
 
+#ifndef ROOFLIGHT_PROMOTION
+#define ROOFLIGHT_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_NONE
+#endif
 struct CacheBoxes {
   CUtensorMap k, v;
 };
@@ -55,7 +58,7 @@ CUtensorMap tensor_map(Dtype dtype, const void* data, const int64_t (&sizes)[N],
   const auto type = dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result =
       encode(&map, type, N, const_cast<void*>(data), counts, bytes, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, ROOFLIGHT_PROMOTION, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
   }

@@ -60,6 +60,8 @@ def test_blocks_of_the_declared_size_fit() -> None:
     """A block of 1024 threads needs 64 registers a thread or fewer; the backward's blocks have 256 or 512."""
     for k in library.kernels():
         threads = BLOCKS.get(k.source, 1024)
+        if k.source == "prefill_attention.cu":  # warpgroups
+            threads = 128 * int(k.name.split(", ")[2])
         if "backward_in_registers" in k.name:
             packs = int(k.name.split(", ")[3])
             threads = 256 if packs == 1 else 512

@@ -1,4 +1,7 @@
-"""The attention kernels in Triton where their tiles meet something: borders, padding, sequences without new tokens."""
+"""The attention kernels where their tiles meet something: borders, padding, sequences without new tokens.
+
+Decode attention in Triton alone; that in CUDA has no tiles of queries.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
     "triton" not in REGISTRY["prefill_attention"].providers, reason="no Triton provider on this machine"
 )
+PREFILLS = [
+    name
+    for name in ("triton", "cuda")
+    if name in REGISTRY["prefill_attention"].providers and DEVICE in REGISTRY["prefill_attention"].serves[name]
+]
+prefills = pytest.mark.parametrize("provider", PREFILLS)
 
 
 def inputs(seq_lens: Sequence[int], query_lens: Sequence[int], **dims: int) -> tuple[Any, ...]:
@@ -23,39 +32,42 @@ def inputs(seq_lens: Sequence[int], query_lens: Sequence[int], **dims: int) -> t
     return REGISTRY["prefill_attention"].inputs(make, seq_lens=seq_lens, query_lens=query_lens, **dims)
 
 
-def check(args: tuple[Any, ...]) -> None:
+def check(provider: str, args: tuple[Any, ...]) -> None:
     operator = REGISTRY["prefill_attention"]
-    results = operator.providers["triton"](*copy_args(args, DEVICE))
+    results = operator.providers[provider](*copy_args(args, DEVICE))
     assert_right(expect(operator, args), results)
 
 
-# Rows of a tile over two heads a KV head; on a GPU 64 or 128 of them and 64 keys, in the interpreter half or less.
-BORDERS = [32, 64] if torch.cuda.is_available() else [32]
+# Rows of a tile over two heads a KV head; on a GPU 64 or more of them and 64 keys, in the interpreter half or less.
+BORDERS = [32, 64, 96] if torch.cuda.is_available() else [32]
 
 
+@prefills
 @pytest.mark.parametrize("beyond", [None, 0, 8])
 @pytest.mark.parametrize("border", BORDERS)
-def test_tiles_that_end_at_a_border(border: int, beyond: int | None) -> None:
+def test_tiles_that_end_at_a_border(border: int, beyond: int | None, provider: str) -> None:
     """One token and one key less than a tile, exactly one, and one more, alone and behind a prefix.
 
     With windows as wide as a tile of keys and wider: their edges, too, cross a border within a tile of queries.
     """
     window = 0 if beyond is None else border + beyond
     queries = (border - 1, border, border + 1, 2 * border + border // 3)
-    check(inputs((*queries[:3], 3 * border), queries, window=window))
+    check(provider, inputs((*queries[:3], 3 * border), queries, window=window))
 
 
-def test_sequences_without_new_tokens_between_others() -> None:
+@prefills
+def test_sequences_without_new_tokens_between_others(provider: str) -> None:
     """Padded places of a batch: their lengths, and how many there are, move no other sequence's tile."""
-    check(inputs((5, 40, 0, 33, 40, 17, 1), (5, 0, 0, 33, 0, 3, 0)))
+    check(provider, inputs((5, 40, 0, 33, 40, 17, 1), (5, 0, 0, 33, 0, 3, 0)))
 
 
-def test_a_padded_graph_serves_every_length() -> None:
+@prefills
+def test_a_padded_graph_serves_every_length(provider: str) -> None:
     """A fixed number of rows and sequences, as in a graph: rows of sequences as they are alone, the rest zeros."""
     rows, places = 96, 6
     for lens, queries in (((90,), (90,)), ((9, 50), (9, 17)), ((), ())):
         q, k_cache, v_cache, table, lengths, starts, *_ = inputs(lens, queries)
-        exact = prefill_attention_lse(*on_device(q, k_cache, v_cache), meta(table, lengths, starts), backend="triton")
+        exact = prefill_attention_lse(*on_device(q, k_cache, v_cache), meta(table, lengths, starts), backend=provider)
         room = torch.full((rows, *q.shape[1:]), float("nan"), dtype=q.dtype)
         room[: len(q)] = q
         more = places - len(lens)
@@ -64,15 +76,16 @@ def test_a_padded_graph_serves_every_length() -> None:
             torch.cat((lengths, torch.zeros(more, dtype=torch.int32))),
             torch.cat((starts, starts[-1:].expand(more))),
         )
-        results = prefill_attention_lse(*on_device(room, k_cache, v_cache), meta(*padded), backend="triton")
+        results = prefill_attention_lse(*on_device(room, k_cache, v_cache), meta(*padded), backend=provider)
         for one, other, empty in zip(exact, results, (0.0, float("-inf")), strict=True):
             assert same_bits(one, other[: len(q)])
             assert other[len(q) :].eq(empty).all()
 
 
+@prefills
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_br_026_chunks_have_the_bits_of_the_whole(chunk: int, window: int) -> None:
+def test_br_026_chunks_have_the_bits_of_the_whole(chunk: int, window: int, provider: str) -> None:
     """Key tiles lie at the same places whatever the chunk, so a prompt's cut leaves no trace at all."""
     tokens = 75
     q, k_cache, v_cache, table, *_ = inputs((tokens,), (tokens,))
@@ -81,30 +94,51 @@ def test_br_026_chunks_have_the_bits_of_the_whole(chunk: int, window: int) -> No
     def run(start: int, end: int) -> torch.Tensor:
         lengths = torch.tensor([end], dtype=torch.int32)
         own = meta(table, lengths, torch.tensor([0, end - start], dtype=torch.int32))
-        return prefill_attention(q[start:end], k_cache, v_cache, own, window=window, backend="triton")
+        return prefill_attention(q[start:end], k_cache, v_cache, own, window=window, backend=provider)
 
     chunks = [run(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
     assert same_bits(torch.cat(chunks), run(0, tokens))
 
 
+@prefills
+@pytest.mark.skipif(DEVICE == "cpu", reason="tiles have one size in the interpreter")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tokens", [20, 130, 1000])
+def test_tiles_of_every_size_give_the_same_bits(tokens: int, head_dim: int, provider: str) -> None:
+    """How large a tile is follows from how many tokens and sequences there are."""
+    dims = {"num_heads": 16, "num_kv_heads": 8, "head_dim": head_dim}
+    q, k_cache, v_cache, table, lengths, starts, *_ = copy_args(inputs((tokens + 100,), (tokens,), **dims), DEVICE)
+    alone = prefill_attention_lse(q, k_cache, v_cache, meta(table, lengths, starts), backend=provider)
+    for copies in (2, 5, 20, 40, 600 if tokens < 100 else 60):
+        begins = torch.arange(copies + 1, dtype=torch.int32) * tokens
+        many = meta(table.repeat(copies, 1), lengths.repeat(copies), begins)
+        results = prefill_attention_lse(q.repeat(copies, 1, 1), k_cache, v_cache, many, backend=provider)
+        for one, other in zip(alone, results, strict=True):
+            assert all(same_bits(one, part) for part in other.chunk(copies))
+
+
+@prefills
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
-def test_any_scale(scale: float) -> None:
+def test_any_scale(scale: float, provider: str) -> None:
     """A negative one too, whose largest score comes from the smallest product."""
     args = inputs((70,), (40,))
     place = [a.name for a in REGISTRY["prefill_attention"].arguments].index("scale")
-    check((*args[:place], scale, *args[place + 1 :]))
+    check(provider, (*args[:place], scale, *args[place + 1 :]))
 
 
-@pytest.mark.parametrize("page_size", [1, 7])
-def test_pages_of_any_size(page_size: int) -> None:
-    check(inputs((75, 20), (41, 20), page_size=page_size))
+@prefills
+@pytest.mark.parametrize("page_size", [1, 7, 32, 48])
+def test_pages_of_any_size(page_size: int, provider: str) -> None:
+    check(provider, inputs((75, 20), (41, 20), page_size=page_size))
 
 
-def test_more_heads_than_a_small_tile_has_rows() -> None:
-    check(inputs((37,), (5,), num_heads=48, num_kv_heads=1))
+@prefills
+def test_more_heads_than_a_small_tile_has_rows(provider: str) -> None:
+    check(provider, inputs((37,), (5,), num_heads=48, num_kv_heads=1))
+    check(provider, inputs((37,), (5,), num_heads=96, num_kv_heads=1))
     args = copy_args(inputs((3,), (3,), num_heads=129, num_kv_heads=1), DEVICE)
-    with pytest.raises(ValueError, match=r"^q must have at most 128 heads a KV head for the triton provider, was 129"):
-        REGISTRY["prefill_attention"].providers["triton"](*args)
+    with pytest.raises(ValueError, match=rf"^q must have at most 128 heads a KV head for the {provider} provider, was 129"):
+        REGISTRY["prefill_attention"].providers[provider](*args)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 64])

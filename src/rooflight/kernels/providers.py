@@ -40,6 +40,7 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "linear_add_",
+    "prefill_attention",
     "qk_norm_rope_attention_",
     "qk_norm_rope_cache_",
     "rms_norm",
@@ -50,6 +51,8 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "rope_",
     "silu_and_mul",
 )
+# Operators whose compiled kernel calls the Triton overload for arguments that it does not take.
+LEANS_ON_TRITON = {"prefill_attention"}
 
 
 def interpreting() -> bool:
@@ -83,6 +86,8 @@ def attach_all() -> None:
             REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
     if library.load() is None:
         for operator in CUDA:
+            if operator in LEANS_ON_TRITON and "cuda" not in REGISTRY[operator].serves.get("triton", ()):
+                continue
             (REGISTRY | PLUMBING)[operator].attach("cuda", None, ["cuda"])  # the library has brought the kernel
     choices.apply(REGISTRY)
 
