@@ -102,10 +102,11 @@ std::tuple<Tensor, Tensor> prefill_attention_in_triton(const Tensor& q, const Te
                                                        int64_t max_query_len, int64_t max_seq_len, double scale,
                                                        int64_t window, bool return_lse) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 11> stack{from(q),      from(k_cache),       from(v_cache),     from(table),
-                                     from(lens),   from(starts),        from(max_query_len), from(max_seq_len),
-                                     from(scale),  from(window),        from(return_lse)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("rooflight::prefill_attention", "triton", stack.data(), TORCH_ABI_VERSION));
+  std::array<StableIValue, 11> stack{from(q),     from(k_cache), from(v_cache),       from(table),
+                                     from(lens),  from(starts),  from(max_query_len), from(max_seq_len),
+                                     from(scale), from(window),  from(return_lse)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("rooflight::prefill_attention", "triton", stack.data(), TORCH_ABI_VERSION));
   return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
 }
 

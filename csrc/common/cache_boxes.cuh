@@ -1,8 +1,7 @@
 // How the copy engine finds chunks of tokens in a paged cache, and what asks it for one. Hopper and later.
 //
-// One lane asks for a chunk, and the engine puts it into shared memory such that neither a load of several tokens' same
-// piece nor one of two tokens' four meets in one bank: copies by lanes take the same bytes' way, but 6 to 10 % more
-// time (docs/lab).
+// One lane asks for a chunk, and the engine puts it into shared memory such that neither a load of eight tokens' same
+// piece nor one of two tokens' four meets in one bank (see place_in_box, and who reads which token).
 #pragma once
 
 #include <cuda.h>
@@ -20,9 +19,6 @@ namespace rooflight {
 
 constexpr int kBoxWidth = 64;  // elements of 2 bytes: a row of 128 bytes
 
-#ifndef ROOFLIGHT_PROMOTION
-#define ROOFLIGHT_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_NONE
-#endif
 struct CacheBoxes {
   CUtensorMap k, v;
 };
@@ -58,7 +54,7 @@ CUtensorMap tensor_map(Dtype dtype, const void* data, const int64_t (&sizes)[N],
   const auto type = dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result =
       encode(&map, type, N, const_cast<void*>(data), counts, bytes, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, ROOFLIGHT_PROMOTION, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
   }

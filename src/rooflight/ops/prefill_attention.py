@@ -56,7 +56,7 @@ def prefill_attention_lse(
     k_cache, v_cache: (num_pages, num_kv_heads, page_size, head_dim) of q's dtype; num_heads is a multiple of
     num_kv_heads. scale: default 1 / sqrt(head_dim). window: 0 for none. Returns (out like q,
     lse (num_tokens, num_heads) FP32). Raises ValueError for shapes, dtypes or devices that do not fit. No gradient.
-    The Triton provider takes at most 128 query heads a KV head and wants stride 1 in the last dimension.
+    The Triton and CUDA providers take at most 128 query heads a KV head and want stride 1 in the last dimension.
     """
     return _run(q, k_cache, v_cache, meta, scale, window, True, backend)
 
