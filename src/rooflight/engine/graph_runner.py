@@ -5,7 +5,7 @@ is planned and asked for while this one runs: tokens that the host has not seen 
 
     decode    graphs of one step for each number of rows in `buckets`, padded up to it; of `most_steps` up to MOST_ROWS
     prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
-              one long prompt alone, and what does not fit, kernel by kernel
+              what does not fit, kernel by kernel
     options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
               are made when they are first asked for; beside prompts kernel by kernel
     the rest  prompt_logprobs, and lists of biases that are too long: as on a CPU, with the host
@@ -36,11 +36,12 @@ from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch, PromptSize
 from rooflight.models.decoder import Decoder
 from rooflight.models.recipe import Recipe
+from rooflight.ops import REGISTRY
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
 MOST_ROWS = 64  # of graphs of several steps: with more, a step takes milliseconds, and its launch microseconds
 LATE = "options", "reports"  # graphs of decode steps with options, without and with log-probabilities
-LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster, with its way to it (docs/decode.md)
+LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster than Triton's, with its way to it (docs/decode.md)
 
 
 class GraphRunner(Runner):
@@ -166,10 +167,11 @@ class GraphRunner(Runner):
         return None, prompts
 
     def _is_long(self, rows: Many[Row]) -> bool:
-        """One prompt alone that PyTorch's attention takes, whose kernels for half types are the fast ones."""
+        """One prompt alone that PyTorch's attention takes, whose kernels for half types beat Triton's."""
         (first, *others) = rows
         long = first.start == 0 and len(first.tokens) >= LONG_PROMPT
-        return long and not others and self.decoder.embed.dtype.itemsize == 2
+        half = self.decoder.embed.dtype.itemsize == 2
+        return long and not others and half and REGISTRY["prefill_attention"].active.get("cuda") != "cuda"
 
     def _replay(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
