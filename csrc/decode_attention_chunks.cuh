@@ -2,9 +2,9 @@
 // works.
 //
 // With a `Step` that is not `Nothing` the newest token of each sequence is not in the cache yet. Keys and values of the
-// others are asked for before earlier kernels have ended; then the block normalises and turns its query heads in
-// registers, and the warp with the newest token's chunk does the same with its key, puts it and its value into its ring
-// and, once for each KV head, into the cache.
+// others are asked for, where there are few blocks, before earlier kernels have ended; then the block normalises and
+// turns its query heads in registers, and the warp with the newest token's chunk does the same with its key, puts it
+// and its value into its ring and, once for each KV head, into the cache.
 #pragma once
 
 #include <type_traits>
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   if constexpr (!kFirst) let_next_kernel_start();
   if constexpr (kWaitsFirst) wait_for_earlier_kernels();
 
-  // All that follows from the sequence alone is asked for at once, and then all that follows from these numbers. Blocks
-  // that settle together would all wait for one way to memory behind the other, with nothing else on its way.
+  // All that follows from the sequence alone is asked for at once, and then all that follows from these numbers, as far
+  // as there are registers. Blocks that settle together would all wait for one way to memory behind the other.
   const int length = load_early(a.seq_lens + sequence);
   int64_t position = 0, slot = 0;
   Factors<T, kSteps> q_factors, k_factors;
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   }
   if (has_newest) {
     __threadfence();
-    fence_for_copies();
+    fence_cache_for_copies();
     __syncwarp();  // one lane lets it start for all, whoever has written
     let_next_kernel_start();
   }
@@ -326,15 +326,17 @@ template <typename T, int D, int WARPS, typename Step>
 void launch_chunks(const DecodeAttention& a, const Step& s, int splits, cudaStream_t stream) {
   const CacheBoxes boxes{cache_boxes(a, a.k_cache, a.k_strides, kChunk),
                          cache_boxes(a, a.v_cache, a.v_strides, kChunk)};
-  if (splits == 1) return launch_in_parts<T, D, WARPS, false>(a, s, 1, boxes, stream);
-  launch_in_parts<T, D, WARPS, true>(a, s, splits, boxes, stream);
+  if constexpr (WARPS == kWarps) {  // few blocks
+    if (splits > 1) return launch_in_parts<T, D, WARPS, true>(a, s, splits, boxes, stream);
+  }
+  launch_in_parts<T, D, WARPS, false>(a, s, 1, boxes, stream);
 }
 
 // Whether the kernel takes it: half types in pieces of 16 bytes, chunks that lie in one page.
 template <typename T, int D, typename Step>
 bool chunks_take(const DecodeAttention& a) {
   const bool fits = static_cast<int>(sizeof(Memory<T, D, kWarps, true, Step>)) <= card().block_shared;
-  return a.aligned && a.num_pages > 0 && a.page_size % kChunk == 0 && boxes_take(a.k_strides) &&
+  return a.aligned && a.num_pages > 0 && a.page_size > 0 && a.page_size % kChunk == 0 && boxes_take(a.k_strides) &&
          boxes_take(a.v_strides) && card().major >= 9 && fits;
 }
 

@@ -1,7 +1,8 @@
 // Head norms, RoPE, the write into the cache and decode attention in one kernel.
 //
 // Between the product before it and attention there is a launch less, and the keys and values of a sequence's earlier
-// tokens depend on no product: they are on their way while it runs. The kernel is that of decode_attention_chunks.cuh.
+// tokens depend on no product: with few sequences they are on their way while it runs. The kernel is that of
+// decode_attention_chunks.cuh.
 #include "qk_norm_rope_attention.h"
 
 #include "decode_attention_chunks.cuh"

@@ -152,6 +152,25 @@ def test_cycles_of_a_long_run_are_collected_in_it() -> None:
         assert gone() is None
 
 
+def test_a_long_run_sets_aside_beside_a_short_one_that_did_not(clock: list[float]) -> None:
+    made = Collector()
+    with made.aside():
+        pass
+    clock[0] += collector.PERIOD_S
+    with made.aside():
+        assert not frozen()
+        with made.aside(for_long=True):
+            assert frozen()
+    assert not frozen()
+
+
+def test_what_is_dead_already_does_not_stay_for_a_long_run() -> None:
+    gone = weakref.ref(Node())
+    assert gone() is not None
+    with Collector().aside(for_long=True):
+        assert gone() is None
+
+
 def test_a_loop_of_short_runs_does_not_keep_python_from_collecting(clock: list[float]) -> None:
     """Each of them begins with counters of zero, and none makes enough objects for a full collection."""
     made, nodes = Collector(), weakref.WeakSet[Node]()

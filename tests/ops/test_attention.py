@@ -216,6 +216,47 @@ def test_merge_by_hand(target: Target) -> None:
         torch.testing.assert_close(lse.item(), shift + torch.tensor(4.0).log().item())
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [330, 335, 336, 600])
+@attentions
+def test_br_009_what_a_window_hides_may_hold_nan(target: Target, length: int, head_dim: int) -> None:
+    """Half types, in whose kernels a place in shared memory has seen and hidden tokens, and then a later chunk."""
+    window, rows = 200, 1 if target.op.name == "decode_attention" else 3
+    keys, values = (randn(length, 2, head_dim, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    q = randn(rows, 4, head_dim, dtype=torch.bfloat16)
+    expected = dense(q, keys, values, window)
+    for hidden in (keys, values):
+        hidden[: length - rows - window + 1] = float("nan")
+    out, _ = Paged([keys], [values], target.device).attend(target, q, None if rows == 1 else [rows], window)
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["tokens before heads", "padded pages", "padded tokens"])
+def test_caches_with_other_strides(layout: str) -> None:
+    """As the copy engine may or may not count them; always the same result."""
+    keys, values = (randn(90, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    q = randn(1, 4, 128, dtype=torch.bfloat16)
+    paged = Paged([keys], [values], "cuda")
+    expected = ops.decode_attention(q.cuda(), paged.k, paged.v, paged.meta([1]))
+
+    def laid_out(cache: torch.Tensor) -> torch.Tensor:
+        _, heads, tokens, width = cache.shape
+        if layout == "tokens before heads":
+            return cache.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "padded tokens":
+            return torch.nn.functional.pad(cache, (0, 8))[..., :width]
+        whole = torch.nn.functional.pad(cache.flatten(1), (0, 8))
+        return whole[:, : heads * tokens * width].unflatten(1, (heads, tokens, width))
+
+    k, v = laid_out(paged.k), laid_out(paged.v)
+    assert k.stride() != paged.k.stride()
+    assert torch.equal(ops.decode_attention(q.cuda(), k, v, paged.meta([1])), expected)
+    prompt = randn(90, 4, 128, seed=5, dtype=torch.bfloat16).cuda()
+    found, wanted = (ops.prefill_attention(prompt, *cache, paged.meta([90])) for cache in ((k, v), (paged.k, paged.v)))
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")], ids=str)
 @attentions
 def test_br_009_unused_slots_do_not_leak(target: Target, poison: float) -> None:

@@ -40,7 +40,10 @@ class Collector:
         """What is there now is set aside until the end. for_long: this is no part of a loop of short runs."""
         with self._lock:
             self._users += 1
-            if self._users == 1 and self._may_freeze(for_long):
+            first = self._users == 1 or for_long
+            if first and not self._frozen and self._may_freeze(for_long):
+                if for_long:
+                    gc.collect()  # what is dead already would stay as long
                 gc.freeze()
                 self._frozen = True
         try:

@@ -5,7 +5,7 @@ is planned and asked for while this one runs: tokens that the host has not seen 
 
     decode    graphs of one step for each number of rows in `buckets`, padded up to it; of `most_steps` up to MOST_ROWS
     prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
-              what does not fit, kernel by kernel
+              large steps that would be padded far, and what does not fit, kernel by kernel
     options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
               are made when they are first asked for; beside prompts kernel by kernel
     the rest  prompt_logprobs, and lists of biases that are too long: as on a CPU, with the host
@@ -219,11 +219,12 @@ class GraphRunner(Runner):
         self._graphs[key] = graph
 
     def _run_aside(self, run: Callable[[], None]) -> None:
-        """On the stream of captures, and wait for it."""
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        """On a stream of its own, and wait for it: what libraries keep for that of captures belongs to the graphs."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
             run()
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
 
     def _count(self, part: str, seconds: float) -> None:
