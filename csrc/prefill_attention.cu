@@ -3,75 +3,26 @@
 //   out_t = sum_j softmax_j(scale * q_t . k_j) v_j
 //
 // A block has a tile of queries, tokens times the query heads of one KV head, 64 rows for each of its warpgroups, and
-// walks over blocks of 64 keys. The copy engine brings keys and values page by page into shared memory, where one copy
-// serves all rows. Per block of keys a warpgroup multiplies (keys from shared memory), takes exponentials in registers,
-// and multiplies again, with its weights still in registers and the values as they lie.
+// walks over blocks of 64 keys. The copy engine brings keys and values, 16 tokens at a time, into shared memory, where
+// one copy serves all rows. Per block of keys a warpgroup multiplies (keys from shared memory), takes exponentials in
+// registers, and multiplies again, with its weights still in registers and the values as they lie.
 //
 // Tensor cores and exponentials take about as long, so four warpgroups on a multiprocessor take turns, whichever blocks
-// they belong to: 128 registers a thread, none of them for a warp that only asks. Every warp asks for one page of each
+// they belong to: 128 registers a thread, none of them for a warp that only asks. Every warp asks for 16 tokens of each
 // block of keys or values: a warp that asked for all of them would be late for its own products (docs/lab).
 //
 // The grid knows no lengths: T tokens a tile make at most num_tokens / T + num_seqs tiles, and tile number
 // query_starts[s] / T + s is the first of sequence s. One more "sequence", the tokens behind the last one, sees nothing
 // and gives the zeros that a padded graph expects. Blocks of keys lie at multiples of 64 whatever the tile, and rows do
 // not meet, so a row has the same bits whole, in chunks, and in tiles of any size.
-#include "common/cache_boxes.cuh"
 #include "common/mma.cuh"
-#include "common/pack.cuh"
 #include "common/wgmma.cuh"
-#include "prefill_attention.h"
+#include "prefill_attention_tiles.cuh"
 
 namespace rooflight {
 namespace {
 
-constexpr int kRows = 64, kThreads = 128;  // of a warpgroup
-constexpr int kKeys = 64;                  // of a block
-constexpr int kBoxTokens = 16, kBoxes = kKeys / kBoxTokens;
-constexpr int kHalfBytes = 64 * 128;  // 64 rows of kBoxWidth elements
-constexpr int kFar = 1 << 30;         // a window that hides nothing
-constexpr float kSlack = 8.0f;        // weights are at most two to this
-constexpr unsigned kAll = 0xffffffffu;
-
-template <int D, int GROUPS, int STAGES>
-struct Tiles {
-  static constexpr int kHalves = D / kBoxWidth, kBytes = kHalves * kHalfBytes;
-  char q[GROUPS][kBytes];                     // by halves of a head, rows of 128 bytes
-  char k[STAGES][kBytes], v[STAGES][kBytes];  // as whole_head_boxes lays them
-  uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-};
-
-struct Boxes {
-  CUtensorMap k, v;
-};
-
-// What follows from the arguments, reckoned once.
-struct Shape {
-  int group = 1, tokens = 1;          // query heads of a KV head; tokens of a tile
-  unsigned inverse = 0;               // row / group is row * inverse >> 16
-  int page_shift = 0, page_mask = 0;  // boxes of a page are two to this; less one
-  int k_heads = 1, v_heads = 1;       // heads from one page to the next
-  int reach = kFar;                   // keys that a row sees at most
-  float scale = 0.0f, sign = 1.0f;    // scale, positive, times sign is the scale times log2(e)
-
-  __device__ __forceinline__ int token_of(int row) const { return static_cast<int>(row * inverse >> 16); }
-};
-
-// A number that is the same in all lanes, so that the compiler knows it: it goes to other registers than the 128.
-__device__ __forceinline__ int uniform(int x) {
-  return __shfl_sync(kAll, x, 0);
-}
-
-__device__ __forceinline__ void init_counting_barrier(uint64_t* barrier, int arrivals) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
+constexpr float kSlack = 8.0f;  // weights are at most two to this, but for scores beyond some 1e9
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
@@ -82,112 +33,6 @@ __device__ __forceinline__ float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// Where a tile is. Positions and keys count in the sequence, tokens among all new ones.
-struct Place {
-  int sequence, kv_head;
-  int first, count;  // tokens of the tile
-  int offset;        // position of the first one
-  int low, end;      // keys that some row sees
-  int first_block, blocks;
-
-  // Rows, and positions, of a lane's or a warpgroup's. Rows behind the last token see what it sees; nobody looks.
-  __device__ __forceinline__ int position_of(const Shape& shape, int row) const {
-    return min(offset + shape.token_of(row), end - 1);
-  }
-};
-
-// Whether there is a tile of this number. All threads of the block look for its sequence: the last one whose first tile
-// is not behind it. Counted, since in a search by halves loads would wait for each other.
-template <int THREADS>
-__device__ __forceinline__ bool find_place(const PrefillAttention& a, const Shape& shape, int tile, Place& at) {
-  int sequence = -1;
-  for (int begin = 0; begin <= a.num_seqs; begin += THREADS) {
-    const int index = begin + threadIdx.x;
-    if (index < a.num_seqs) asm volatile("prefetch.global.L1 [%0];" ::"l"(a.seq_lens + index * a.lens_stride));
-    sequence += __syncthreads_count(index <= a.num_seqs &&
-                                    a.query_starts[index * a.starts_stride] / shape.tokens + index <= tile);
-  }
-  at.sequence = uniform(sequence);
-  const bool real = at.sequence < a.num_seqs;
-  const int start = uniform(a.query_starts[at.sequence * a.starts_stride]);
-  const int stop = uniform(real ? a.query_starts[(at.sequence + 1) * a.starts_stride] : a.num_tokens);
-  const int length = uniform(real ? a.seq_lens[at.sequence * a.lens_stride] : 0);
-  at.first = start + (tile - start / shape.tokens - at.sequence) * shape.tokens;
-  if (at.first >= stop) return false;
-  at.count = min(shape.tokens, stop - at.first);
-  at.offset = length - (stop - at.first);  // the last new token is the last of all; below 0 nothing is seen
-  at.low = max(at.offset - shape.reach + 1, 0);
-  at.end = at.offset + at.count;
-  at.first_block = at.low / kKeys;
-  at.blocks = max(0, (at.end + kKeys - 1) / kKeys - at.first_block);
-  return true;
-}
-
-// Asks for one box of each block of keys or values: that of 16 tokens which is this warp's. One lane does.
-template <int BYTES, int STAGES>
-struct Asking {
-  char (&ring)[STAGES][BYTES];
-  uint64_t (&full)[STAGES], (&empty)[STAGES];
-  const CUtensorMap* map;
-  const int* table;
-  const Shape& shape;
-  int row;              // of the table, its first place
-  int first, low, end;  // boxes: the warp's one of block 0; those that hold a key that some row sees
-  int heads, kv_head;
-  int page = 0;  // of the next one
-
-  static constexpr int kBytes = BYTES / kBoxes;
-
-  __device__ __forceinline__ bool wanted(int box) const { return box >= low && box < end; }
-  __device__ __forceinline__ void look_up(int block) {
-    const int box = first + block * kBoxes;
-    if (wanted(box)) page = table[row + (box >> shape.page_shift)];
-  }
-  // Of a block that exists.
-  __device__ __forceinline__ void ask(int block) {
-    const int slot = block % STAGES, box = first + block * kBoxes;
-    if (block >= STAGES) wait_barrier(&empty[slot], (block / STAGES - 1) & 1);
-    if (wanted(box)) {
-      expect_bytes(&full[slot], kBytes);
-      copy_whole_heads(&ring[slot][first % kBoxes * kBytes], map, 2 * (box & shape.page_mask), page * heads + kv_head,
-                       &full[slot]);
-    } else {
-      arrive(&full[slot]);
-    }
-    look_up(block + 1);
-  }
-};
-
-// Queries of a warpgroup, 16 bytes a lane.
-template <typename T, int D>
-struct Queries {
-  static constexpr int kPieces = D / 8, kOwn = kRows * kPieces / kThreads;
-  uint4 pieces[kOwn];
-
-  __device__ __forceinline__ void load(const PrefillAttention& a, const Shape& shape, const Place& at, int group) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int index = i * kThreads + threadIdx.x % kThreads, row = group * kRows + index / kPieces;
-      const int token = shape.token_of(row), head = at.kv_head * shape.group + row - token * shape.group;
-      const T* from = static_cast<const T*>(a.q) + int64_t{at.first + token} * a.q_stride + head * a.q_head_stride;
-      pieces[i] = token < at.count ? reinterpret_cast<const uint4*>(from)[index % kPieces] : make_uint4(0, 0, 0, 0);
-    }
-  }
-
-  __device__ __forceinline__ void store(char* to, float sign) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int index = i * kThreads + threadIdx.x % kThreads, row = index / kPieces, piece = index % kPieces;
-      if (sign != 1.0f) {
-        auto* values = reinterpret_cast<T*>(&pieces[i]);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) values[j] = static_cast<T>(static_cast<float>(values[j]) * sign);
-      }
-      *reinterpret_cast<uint4*>(to + piece / 8 * kHalfBytes + place_in_box(row, piece % 8)) = pieces[i];
-    }
-  }
-};
 
 // A lane's part of its warpgroup's softmax: two rows, and of the scores and results the columns that products give it.
 template <typename T, int D>
@@ -328,10 +173,10 @@ __global__ void __launch_bounds__(GROUPS* kThreads, BLOCKS)
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, group = warp / 4;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      init_counting_barrier(&tiles.k_full[s], kBoxes);
-      init_counting_barrier(&tiles.v_full[s], kBoxes);
-      init_counting_barrier(&tiles.k_empty[s], 4 * GROUPS);
-      init_counting_barrier(&tiles.v_empty[s], 4 * GROUPS);
+      init_barrier(&tiles.k_full[s], kBoxes);
+      init_barrier(&tiles.v_full[s], kBoxes);
+      init_barrier(&tiles.k_empty[s], 4 * GROUPS);
+      init_barrier(&tiles.v_empty[s], 4 * GROUPS);
     }
     fence_barriers();
     fetch_map(&boxes.k);
@@ -349,7 +194,7 @@ __global__ void __launch_bounds__(GROUPS* kThreads, BLOCKS)
   Queries<T, D> queries;
   queries.load(a, shape, at, group);
 
-  // A warp's page of keys, of values, or both.
+  // A warp's tokens of keys, of values, or both.
   const bool asks_k = lane == 0 && warp < 4, asks_v = lane == 0 && (GROUPS == 1 || (warp >= 4 && warp < 8));
   const int row = at.sequence * static_cast<int>(a.table_stride), first_box = at.first_block * kBoxes + warp % 4;
   const int low_box = at.low / kBoxTokens, end_box = (at.end + kBoxTokens - 1) / kBoxTokens;
@@ -433,8 +278,10 @@ __global__ void __launch_bounds__(GROUPS* kThreads, BLOCKS)
   for (int block = own_blocks; block < blocks; ++block) {  // the other warpgroups' part
     ask_ahead(block);
     await_k(block);
+    __syncwarp();
     release_k(block);
     await_v(block);
+    __syncwarp();
     release_v(block);
   }
   let_next_kernel_start();  // not earlier: its blocks would take places that ours still wait for

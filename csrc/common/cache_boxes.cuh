@@ -25,7 +25,7 @@ struct CacheBoxes {
 
 // What there is of strides, as the copy engine can count them.
 inline bool boxes_take(const CacheStrides& strides) {
-  constexpr int64_t kMost = int64_t{1} << 38;
+  constexpr int64_t kMost = int64_t{1} << 35;  // elements: eight tokens are a coordinate too
   const auto fits = [](int64_t stride) { return stride > 0 && stride < kMost && stride % 8 == 0; };
   return fits(strides.page) && fits(strides.head) && fits(strides.token);
 }
@@ -45,7 +45,7 @@ CUtensorMap tensor_map(Dtype dtype, const void* data, const int64_t (&sizes)[N],
   cuuint64_t counts[N], bytes[N - 1];
   cuuint32_t boxes[N], steps[N];
   for (int i = 0; i < N; ++i) {
-    counts[i] = static_cast<cuuint64_t>(sizes[i] > 0 ? sizes[i] : 1);  // an empty cache is never read
+    counts[i] = static_cast<cuuint64_t>(sizes[i]);
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     steps[i] = 1;
     if (i > 0) bytes[i - 1] = static_cast<cuuint64_t>(strides[i - 1]) * 2;
@@ -69,10 +69,13 @@ CUtensorMap cache_boxes(const Attention& a, const void* cache, const CacheStride
 }
 
 // Heads from one page to the next, as the copy engine counts them where page and head are one coordinate; 0 if a page's
-// stride is no multiple of a head's.
+// stride is no multiple of a head's, or pages overlap. The stride of what there is one of says nothing.
 template <typename Attention>
 int64_t heads_a_page(const Attention& a, const CacheStrides& strides) {
-  return a.num_kv_heads == 1 ? 1 : strides.page % strides.head == 0 ? strides.page / strides.head : 0;
+  if (a.num_kv_heads == 1) return 1;
+  if (a.num_pages == 1) return a.num_kv_heads;
+  const int64_t heads = strides.page / strides.head;
+  return strides.page % strides.head == 0 && heads >= a.num_kv_heads ? heads : 0;
 }
 
 // Boxes of 16 tokens and all of a head, for products: eight tokens lie one behind the other, 1024 bytes, with 64

@@ -15,6 +15,10 @@
 
 namespace rooflight {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error Build for 90a: 90 has no products of a warpgroup, and the host would launch kernels without them.
+#endif
+
 constexpr int kGroupDepth = 16;  // of one product
 
 // An operand in shared memory, for the products: its place, in units of 16 bytes, and where the rest of it is. Steps

@@ -16,11 +16,12 @@ import torch
 from rooflight import LLM, SamplingParams
 from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
-from rooflight.engine.graph_runner import GraphRunner
+from rooflight.engine.graph_runner import GraphRunner, compiled_prompts
 from rooflight.engine.graph_sizes import buckets, prompt_sizes, suits
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload
+from rooflight.ops import REGISTRY
 from tests.engine.runners import build
 from tests.engine.support import assert_idle, prompt_ids
 
@@ -111,6 +112,34 @@ def test_the_smallest_step_that_holds_the_rows() -> None:
     assert prompt_sizes(4, 64) == [(32, 4, 0), (64, 4, 0)]
     assert PromptSize(64, 4, 2).holds(PromptSize(64, 4, 2))
     assert not PromptSize(64, 4, 2).holds(PromptSize(1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("provider", "major", "head_dim", "heads", "page_size", "expected"),
+    [
+        ("cuda", 9, 128, 2, 16, True),
+        ("cuda", 9, 64, 64, 64, True),
+        ("triton", 9, 128, 2, 16, False),
+        ("cuda", 10, 128, 2, 16, False),
+        ("cuda", 9, 80, 2, 16, False),
+        ("cuda", 9, 128, 65, 16, False),
+        ("cuda", 9, 128, 2, 8, False),
+        ("cuda", 9, 128, 2, 48, False),
+    ],
+)
+def test_long_prompts_stay_with_the_compiled_kernel_where_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+    provider: str,
+    major: int,
+    head_dim: int,
+    heads: int,
+    page_size: int,
+    expected: bool,
+) -> None:
+    monkeypatch.setitem(REGISTRY["prefill_attention"].active, "cuda", provider)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert compiled_prompts(torch.device("cuda"), head_dim, heads, page_size) is expected
+    assert not compiled_prompts(CPU, head_dim, heads, page_size)
 
 
 def test_a_large_step_is_not_padded_far() -> None:

@@ -257,6 +257,22 @@ def test_caches_with_other_strides(layout: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
 
 
+@attentions
+def test_a_cache_of_one_page_whose_stride_says_nothing(target: Target) -> None:
+    """(1, 2, 16, 64) with the strides of (2, 1, 16, 64): from one page to the next is as far as between heads."""
+    keys, values = (randn(16, 2, 64, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    rows = 1 if target.op.name == "decode_attention" else 16
+    q = randn(rows, 4, 64, dtype=torch.bfloat16)
+    paged = Paged([keys], [values], target.device)
+    paged.k, paged.v = (
+        cache[paged.table[0].long()].as_strided((1, 2, 16, 64), (1024, 1024, 64, 1)) for cache in (paged.k, paged.v)
+    )
+    assert paged.k.stride()[0] == paged.k.stride()[1]
+    paged.table.zero_()
+    out, _ = paged.attend(target, q, None if rows == 1 else [rows])
+    torch.testing.assert_close(out.double(), dense(q, keys, values), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")], ids=str)
 @attentions
 def test_br_009_unused_slots_do_not_leak(target: Target, poison: float) -> None:

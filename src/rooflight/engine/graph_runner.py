@@ -68,6 +68,8 @@ class GraphRunner(Runner):
         decoder.recipe = replace(decoder.recipe, projections=True, attention=True) if recipe is None else recipe
         self.most_steps = most_steps
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
+        heads = decoder.config.num_heads // decoder.config.num_kv_heads
+        self._compiled_prompts = compiled_prompts(self.device, decoder.config.head_dim, heads, cache.page_size)
         self.buckets = buckets(max_num_seqs)
         self.seconds: dict[str, float] = {}
         with torch.inference_mode():
@@ -171,7 +173,7 @@ class GraphRunner(Runner):
         (first, *others) = rows
         long = first.start == 0 and len(first.tokens) >= LONG_PROMPT
         half = self.decoder.embed.dtype.itemsize == 2
-        return long and not others and half and REGISTRY["prefill_attention"].active.get("cuda") != "cuda"
+        return long and not others and half and not self._compiled_prompts
 
     def _replay(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
@@ -229,6 +231,14 @@ class GraphRunner(Runner):
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+
+def compiled_prompts(device: torch.device, head_dim: int, heads: int, page_size: int) -> bool:
+    """Whether csrc/prefill_attention.cu serves prompts of half types; heads: query heads of a KV head."""
+    if device.type != "cuda" or REGISTRY["prefill_attention"].active.get("cuda") != "cuda":
+        return False
+    pages = page_size >= 16 and page_size & (page_size - 1) == 0
+    return torch.cuda.get_device_capability(device)[0] == 9 and head_dim in (64, 128) and heads <= 64 and pages
 
 
 def _size_of(prompts: Many[Row], decodes: Many[Row]) -> PromptSize:

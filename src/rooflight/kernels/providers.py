@@ -75,6 +75,8 @@ def status() -> dict[str, str]:
         lines["triton"] = "on " + torch.cuda.get_device_name()
     found = driver()
     lines["cuda"] = library.load() or "compiled kernels, on " + (found.cards[0][0] if found else "no card")
+    if library.load() is None and not _triton_on_cards():
+        lines["cuda"] += "; without " + ", ".join(sorted(LEANS_ON_TRITON)) + ", which leans on Triton"
     return lines
 
 
@@ -86,10 +88,14 @@ def attach_all() -> None:
             REGISTRY[operator].attach("triton", _lazy(f"rooflight.kernels.triton.{module}", operator), devices)
     if library.load() is None:
         for operator in CUDA:
-            if operator in LEANS_ON_TRITON and "cuda" not in REGISTRY[operator].serves.get("triton", ()):
+            if operator in LEANS_ON_TRITON and not _triton_on_cards():
                 continue
             (REGISTRY | PLUMBING)[operator].attach("cuda", None, ["cuda"])  # the library has brought the kernel
     choices.apply(REGISTRY)
+
+
+def _triton_on_cards() -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.version.cuda is not None
 
 
 def _lazy(module: str, launcher: str) -> Callable[..., Any]:

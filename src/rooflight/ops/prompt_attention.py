@@ -3,7 +3,7 @@
     out_t = sum_{j <= t} softmax_j(scale * q_t . k_j) v_j
 
 What `prefill_attention` computes for a prompt with nothing before it, for when the host knows that this is what it is:
-then PyTorch's fused attention can do it, which on long prompts is faster than our kernel for pages (docs/decode.md).
+then PyTorch's fused attention can do it, which on long prompts is faster than the Triton kernel (docs/decode.md).
 It reads keys side by side, so they are gathered from their pages first: three more passes over the prompt's keys and
 values, a few percent of the time at the lengths where it pays.
 """
