@@ -418,7 +418,7 @@ def test_lengths_beyond_the_block_table_are_refused() -> None:
                 attention(q, cache, cache, meta)
 
 
-@pytest.mark.parametrize("starts", [[0, 5], [-1, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize("starts", [[0, 5], [-1, 1], [1, 0], [1, 1]], ids=str)
 def test_query_starts_outside_the_rows_are_refused(starts: list[int]) -> None:
     q, cache = torch.ones(1, 1, 8), torch.ones(3, 1, 4, 8)
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1], dtype=torch.int32)

@@ -51,13 +51,14 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, ma
 
     Generous: a pool that leaves too little fails at the first full batch, hours after it was made.
     """
-    # In the model's dtype and four times in FP32: as they are, as they were, changed, as log-probabilities. And that
-    # twice: graphs keep theirs, and steps with prompts, kernel by kernel, have their own.
-    logits = 2 * max_num_seqs * config.vocab_size * (dtype.itemsize + 4 * torch.float32.itemsize)
+    # In the model's dtype and four times in FP32: as they are, as they were, changed, as log-probabilities.
+    logits = max_num_seqs * config.vocab_size * (dtype.itemsize + 4 * torch.float32.itemsize)
     entries = MOST_ENTRIES * 4 * (torch.int64.itemsize + torch.float32.itemsize)  # lists, and a step's copies of them
     tables = (max_num_seqs + 1) * (config.vocab_size * (torch.int32.itemsize + torch.bool.itemsize) + entries)
     widths = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * config.head_dim
-    return logits + tables + max_num_batched_tokens * widths * dtype.itemsize + GPU_FIXED
+    activations = max_num_batched_tokens * widths * dtype.itemsize
+    # Twice: graphs keep theirs, and steps with prompts, kernel by kernel, have their own.
+    return 2 * (logits + activations) + tables + GPU_FIXED
 
 
 def plan_cache(

@@ -35,7 +35,8 @@ class AttentionMeta:
     """Which tokens belong to which sequence, and where their keys are.
 
     block_table: (num_seqs, max_pages) int32, physical page of each logical page. seq_lens: (num_seqs,) int32, keys of
-    each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens.
+    each sequence, new ones included. query_starts: (num_seqs + 1,) int32, first row of each sequence's new tokens,
+    rising from 0; kernels on a GPU take that for granted.
     max_query_len and max_seq_len are host-side upper bounds; larger bounds give the same bits (graphs rely on it).
     whole_prompt: the host knows that there is one sequence, all of whose keys are those of the new tokens.
     decodes: further sequences of one new token each, behind all those tokens, for decode attention.

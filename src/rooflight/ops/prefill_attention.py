@@ -114,7 +114,7 @@ def _prefill_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, all_lse = empty_result(q, return_lse)
     starts = query_starts.tolist()
-    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > q.shape[0]:
+    if starts != sorted(starts) or starts[0] != 0 or starts[-1] > q.shape[0]:
         checks.fail("query_starts", f"rise from 0 to at most num_tokens = {q.shape[0]}", starts)
     for index, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
