@@ -26,10 +26,12 @@ def start_table() -> str:
     lines.append(["kernels compiled", *(str(row["compiled"]) for row in rows)])
     header = ["seconds", *(f"{row['cache']} caches" for row in rows)]
     where, setup = data["environment"], data["setup"]
+    rounds = setup["rounds"]
+    middle = f"medians (least–most) of {rounds} rounds, parts of the start in the middle"
     note = (
-        f"From the start of the process. {data['weights']}; medians (least–most) of {setup['rounds']} rounds, parts of "
-        f"the start in the middle. {where['device']}, driver {where['driver']}; host {where['cpu']}; PyTorch "
-        f"{where['torch']}, Triton {where['triton']}; commit {where['commit']}, {where['date']}.\n"
+        f"From the start of the process. {data['weights']}; {middle if rounds > 1 else 'one start each'}. "
+        f"{where['device']}, driver {where['driver']}; host {where['cpu']}; PyTorch {where['torch']}, Triton "
+        f"{where['triton']}; commit {where['commit']}, {where['date']}.\n"
     )
     return markdown(header, lines, right=1) + "\n" + note
 
@@ -39,7 +41,8 @@ def _seconds(value: float | None) -> str:
 
 
 def _spread(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f}–{spread['high']:.2f})"
+    median = f"{spread['median']:.2f}"
+    return median if spread["low"] == spread["high"] else f"{median} ({spread['low']:.2f}–{spread['high']:.2f})"
 
 
 TABLES = {"decode-start": start_table}

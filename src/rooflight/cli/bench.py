@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rooflight.bench import results, roof
@@ -18,6 +17,7 @@ from rooflight.cli.bar import bar
 from rooflight.cli.bench_request_tables import show_requests
 from rooflight.cli.bench_tables import show_idle
 from rooflight.cli.bench_throughput import results_folder
+from rooflight.cli.console import wide_console
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def request(
         show_requests(report)
         show_idle(report.environment)
     else:
-        Console().print(_table(report))
+        wide_console().print(_table(report))
     for name, reason in report.absent.items():
         typer.echo(f"{name}: {reason}")
     device_name = report.environment.get("device", place)

@@ -13,7 +13,7 @@ from rooflight.bench.cases import Case, CaseReport, CaseRow
 from rooflight.bench.measurement import Spread
 from rooflight.bench.request import RequestReport
 from rooflight.bench.request_rows import RequestRow
-from rooflight.cli.bench_tables import wide_console
+from rooflight.cli.console import wide_console
 
 
 def show_requests(report: RequestReport) -> None:

@@ -13,8 +13,9 @@ from rooflight.bench import results, roof
 from rooflight.bench.measurement import Spread
 from rooflight.bench.start import StartReport, StartRow, StartSetup, run
 from rooflight.cli.bar import bar
-from rooflight.cli.bench_tables import show_idle, wide_console
+from rooflight.cli.bench_tables import show_idle
 from rooflight.cli.bench_throughput import results_folder
+from rooflight.cli.console import wide_console
 
 
 def start(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from rooflight.bench import summary
 from rooflight.bench.contenders import OURS
 from rooflight.bench.measurement import Spread
 from rooflight.bench.rows import EVENT_COLD, EVENT_HOT, OpRow, OpsReport, by_shape, by_table
+from rooflight.cli.console import wide_console
 from rooflight.limits.card import Card
-
-WIDE = 150  # columns where no terminal says how many it has
 
 
 def show_ops(report: OpsReport) -> None:
@@ -61,11 +58,6 @@ def show_idle(environment: Mapping[str, object]) -> None:
     if idle is False:
         line += f": {environment.get('other_processes')} processes, {environment.get('utilization_percent')} % busy"
     wide_console().print(line, soft_wrap=True, markup=False)
-
-
-def wide_console() -> Console:
-    """One that cuts no table short where the output is a file."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def _ops_table(title: str, rows: Sequence[OpRow], card: Card) -> Table:

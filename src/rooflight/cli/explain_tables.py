@@ -75,7 +75,7 @@ def microseconds(value: float) -> str:
 
 
 def _operators(found: Explanation) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     size, size_name = (1e9, "GB") if found.bytes > 1e10 else (1e6, "MB")
     work, work_name = (1e12, "TFLOP") if found.flops > 1e13 else (1e9, "GFLOP")
     table.add_column("operator", no_wrap=True)

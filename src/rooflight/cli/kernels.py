@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from rooflight.cli.console import wide_console
 from rooflight.kernels import library
 
 EPILOG = """[bold]Examples[/bold]
@@ -45,7 +45,7 @@ def kernels(
         rows = [{**asdict(k), "occupancy": {str(t): k.occupancy(t) for t in BLOCKS}} for k in found]
         print(json.dumps(rows, indent=1))
         return
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(_instances(found) if every else _templates(found))
     spilling = sum(bool(kernel.spill_stores or kernel.spill_loads) for kernel in found)
     state = library.load() or "loaded"

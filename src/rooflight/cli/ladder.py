@@ -13,8 +13,9 @@ from rich.table import Table
 from rooflight.bench import results
 from rooflight.bench.ladder import LadderReport, LadderRow, LadderSetup, run
 from rooflight.cli.bar import bar
-from rooflight.cli.bench_tables import show_idle, wide_console
+from rooflight.cli.bench_tables import show_idle
 from rooflight.cli.bench_throughput import results_folder
+from rooflight.cli.console import wide_console
 
 app = typer.Typer()
 

@@ -74,8 +74,10 @@ def logit_rows(logits: torch.Tensor, halves: bool = False, **rows: tuple[torch.T
 
     halves: FP16 and BF16 are taken too.
     """
-    if not halves or logits.dtype not in (torch.float16, torch.bfloat16):
+    if not halves:
         has_dtype("logits", logits, torch.float32)
+    elif logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        fail("logits", "be torch.float32, torch.float16 or torch.bfloat16", logits.dtype)
     has_shape("logits", logits, None, None)
     if logits.shape[1] == 0:
         fail("logits", "have a vocabulary of at least one token", tuple(logits.shape))
