@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
           *reinterpret_cast<uint4*>(values + C::place(place, i % (C::kSteps * 4))) = uint4{0, 0, 0, 0};
         }
       }
-      if (first_of(turn + kStages) < part.end) fence_for_copies();  // of the next chunk in this stage
+      if (first_of(turn + kStages) < part.end) fence_shared();  // of the next chunk in this stage
       __syncwarp();
     }
     if constexpr (kFirst) {

@@ -121,7 +121,7 @@ __device__ __forceinline__ void clear_hidden(char* values, int key, const Place&
     const int slot = key + i / D * 8 + i / 8 % 8;  // D pieces of 16 bytes are eight tokens
     if (slot >= at.end || slot < at.low) reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
   }
-  fence_for_products();
+  fence_shared();
   meet_warpgroup(group);
 }
 
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(GROUPS* kThreads, BLOCKS)
   const auto await_v = [&](int block) { wait_barrier(&tiles.v_full[block % STAGES], (block / STAGES) & 1); };
 
   queries.store(tiles.q[group], shape.sign);
-  fence_for_products();
+  fence_shared();
   meet_warpgroup(group);
 
   // Positions of the warpgroup's rows, and blocks up to the last key that they see.

@@ -33,6 +33,13 @@ __device__ __forceinline__ void fence_barriers() {
 #endif
 }
 
+// What threads have written to shared memory comes before what copies and products of a warpgroup do there later.
+__device__ __forceinline__ void fence_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

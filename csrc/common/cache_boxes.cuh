@@ -123,13 +123,6 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
 #endif
 }
 
-// What threads have written to shared memory comes before what copies put there later.
-__device__ __forceinline__ void fence_for_copies() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 // What threads have written to the cache is seen by copies that the engine begins later.
 __device__ __forceinline__ void fence_cache_for_copies() {
 #if __CUDA_ARCH__ >= 900

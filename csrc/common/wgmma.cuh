@@ -43,13 +43,6 @@ __device__ __forceinline__ GroupOperand operator+(GroupOperand operand, uint32_t
   return {operand.place + bytes / 16, operand.shape};
 }
 
-// What threads have written to shared memory is seen by products that begin later.
-__device__ __forceinline__ void fence_for_products() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void begin_products() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -77,22 +70,26 @@ __device__ __forceinline__ void settle(float (&values)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+// The sums' place among the instructions' operands, from number i on.
+#define ROOFLIGHT_SUMS_8(i)                                                                                   \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define ROOFLIGHT_SUMS_32(i) \
+  ROOFLIGHT_SUMS_8(i), ROOFLIGHT_SUMS_8(i + 8), ROOFLIGHT_SUMS_8(i + 16), ROOFLIGHT_SUMS_8(i + 24)
+
 // d = a @ b^T, or d += a @ b^T; a: 64 rows, b: as many rows as d has columns, each 16 deep.
 template <typename T, bool ADD>
 __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE, ADD)                                                                               \
-  asm volatile(                                                                                                     \
-      "{ .reg .b64 a, b; mov.b64 a, {%32, %33}; mov.b64 b, {%34, %35};\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                   \
-      " {"                                                                                                          \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                      \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                              \
-      "}, a, b, " ADD ", 1, 1, 0, 0; }"                                                                             \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
+#define ROOFLIGHT_MULTIPLY(TYPE, ADD)                                                  \
+  asm volatile(                                                                        \
+      "{ .reg .b64 a, b; mov.b64 a, {%32, %33}; mov.b64 b, {%34, %35};\n"              \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                      \
+      " {"                                                                             \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+      "}, a, b, " ADD ", 1, 1, 0, 0; }"                                                \
+      : ROOFLIGHT_SUMS_32(0)                                                           \
       : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     if constexpr (ADD)
@@ -114,18 +111,15 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, G
 template <typename T>
 __device__ __forceinline__ void multiply_group(float (&d)[32], const unsigned* a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE)                                                                                    \
-  asm volatile(                                                                                                     \
-      "{ .reg .b64 b; mov.b64 b, {%36, %37};\n"                                                                     \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                   \
-      " {"                                                                                                          \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                      \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                              \
-      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                                                   \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                       \
+  asm volatile(                                                                        \
+      "{ .reg .b64 b; mov.b64 b, {%36, %37};\n"                                        \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                      \
+      " {"                                                                             \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                      \
+      : ROOFLIGHT_SUMS_32(0)                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     ROOFLIGHT_MULTIPLY("f16");
@@ -139,24 +133,17 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], const unsigned* a
 template <typename T>
 __device__ __forceinline__ void multiply_group(float (&d)[64], const unsigned* a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE)                                                                                    \
-  asm volatile(                                                                                                     \
-      "{ .reg .b64 b; mov.b64 b, {%68, %69};\n"                                                                     \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                                  \
-      " {"                                                                                                          \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                      \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                            \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                            \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                              \
-      "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                                                   \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),     \
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),     \
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),     \
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),     \
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                   \
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                         \
+  asm volatile(                                                                          \
+      "{ .reg .b64 b; mov.b64 b, {%68, %69};\n"                                          \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                       \
+      " {"                                                                               \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+      "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                        \
+      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                      \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     ROOFLIGHT_MULTIPLY("f16");
@@ -166,5 +153,8 @@ __device__ __forceinline__ void multiply_group(float (&d)[64], const unsigned* a
 #undef ROOFLIGHT_MULTIPLY
 #endif
 }
+
+#undef ROOFLIGHT_SUMS_32
+#undef ROOFLIGHT_SUMS_8
 
 }  // namespace rooflight

@@ -284,7 +284,8 @@ def test_more_than_2_31_elements(target: Target) -> None:
     torch.manual_seed(0)
     args = LARGE[target.op.name](target.op)
     tail = tail_args(target.op, args)
-    expected = expect(target.op, tail) if why_not_batch_invariant(target) else None
+    with torch.inference_mode(False):  # compositions of backward operators differentiate
+        expected = expect(target.op, tail) if why_not_batch_invariant(target) else None
     alone = of_rows(target.op, target.run(tail))
     results = target.run(args)
     assert max(t.numel() for t in (*args, *results) if isinstance(t, torch.Tensor)) > LIMIT

@@ -29,7 +29,7 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._lock = RLock()  # Python's collector may end a generator that holds `aside` open
+        self._lock = RLock()  # a collection that is asked for within may run anything
         self._users = 0
         self._frozen = False  # by us
         self._collections = -1  # full ones, when we last gave back
