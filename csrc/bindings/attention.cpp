@@ -22,18 +22,16 @@ CacheStrides check_cache(const Operand& cache, const Operand& first, int64_t num
   return {cache.strides()[0], cache.strides()[1], cache.strides()[2]};
 }
 
-DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cache, const Operand& v_cache,
-                                         const Operand& table, const Operand& lens, double scale, int64_t window,
-                                         int64_t splits) {
-  DecodeAttention a;
+// What attention over a paged cache takes, one new token a sequence or several: q (tokens, num_heads, head_dim),
+// caches, a table and lengths of num_seqs sequences (-1: of any number).
+template <typename Attention>
+void check_paged(Attention& a, const Operand& q, const Operand& k_cache, const Operand& v_cache, const Operand& table,
+                 const Operand& lens, int64_t num_seqs, double scale, int64_t window) {
   a.dtype = q.check_values();
   q.check_shape({-1, -1, -1});
-  const int64_t num_seqs = q.sizes()[0], num_heads = q.sizes()[1], head_dim = q.sizes()[2];
-  if (!takes_head_dim(static_cast<int>(head_dim))) {
-    fail("q", "have a head_dim of 64, 80, 128 or 256 for the cuda provider", std::to_string(head_dim));
-  }
+  const int64_t num_heads = q.sizes()[1], head_dim = q.sizes()[2];
   k_cache.check_shape({-1, -1, -1, head_dim});
-  const int64_t num_kv_heads = k_cache.sizes()[1], page_size = k_cache.sizes()[2];
+  const int64_t num_kv_heads = k_cache.sizes()[1];
   if (num_kv_heads == 0 || num_heads % num_kv_heads != 0) {
     fail("q", "have a multiple of num_kv_heads = " + std::to_string(num_kv_heads) + " heads",
          std::to_string(num_heads));
@@ -42,19 +40,15 @@ DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cach
   v_cache.check_same_shape(k_cache);
   a.v_strides = check_cache(v_cache, q, num_kv_heads, head_dim);
   q.check_rows();
-  a.aligned = q.aligned(16) && k_cache.aligned(16) && v_cache.aligned(16);
   for (const Operand* operand : {&table, &lens}) {
     operand->check_dtype(ScalarType::Int);
     operand->check_same_device(q);
   }
   lens.check_shape({num_seqs});
-  table.check_shape({num_seqs, -1});
+  table.check_shape({lens.sizes()[0], -1});
   table.check_rows();
-  if (num_seqs > 1 && lens.strides()[0] != 1) fail("seq_lens", "have stride 1", std::to_string(lens.strides()[0]));
   if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
-  constexpr int64_t kMostSeqs = 65535;  // of a grid's third dimension
-  if (num_seqs > kMostSeqs) fail("q", "have 65535 sequences at most for the cuda provider", std::to_string(num_seqs));
-  if (splits < 0) fail("splits", "be 0 (the provider's rule) or more", std::to_string(splits));
+  a.aligned = q.aligned(16) && k_cache.aligned(16) && v_cache.aligned(16);
   a.q = q.data();
   a.k_cache = k_cache.data();
   a.v_cache = v_cache.data();
@@ -64,14 +58,30 @@ DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cach
   a.q_head_stride = q.strides()[1];
   a.table_stride = table.strides()[0];
   a.scale = static_cast<float>(scale);
-  a.num_seqs = static_cast<int>(num_seqs);
+  a.num_seqs = static_cast<int>(lens.sizes()[0]);
   a.num_heads = static_cast<int>(num_heads);
   a.num_kv_heads = static_cast<int>(num_kv_heads);
   a.head_dim = static_cast<int>(head_dim);
   a.num_pages = static_cast<int>(k_cache.sizes()[0]);
-  a.page_size = static_cast<int>(page_size);
+  a.page_size = static_cast<int>(k_cache.sizes()[2]);
   a.window = static_cast<int>(window < INT32_MAX ? window : 0);  // a wider one hides nothing
-  if (splits > 0) {                                              // the largest power of two that is not above it
+}
+
+DecodeAttention checked_decode_attention(const Operand& q, const Operand& k_cache, const Operand& v_cache,
+                                         const Operand& table, const Operand& lens, double scale, int64_t window,
+                                         int64_t splits) {
+  DecodeAttention a;
+  q.check_shape({-1, -1, -1});
+  const int64_t num_seqs = q.sizes()[0];
+  check_paged(a, q, k_cache, v_cache, table, lens, num_seqs, scale, window);
+  if (!takes_head_dim(a.head_dim)) {
+    fail("q", "have a head_dim of 64, 80, 128 or 256 for the cuda provider", std::to_string(a.head_dim));
+  }
+  if (num_seqs > 1 && lens.strides()[0] != 1) fail("seq_lens", "have stride 1", std::to_string(lens.strides()[0]));
+  constexpr int64_t kMostSeqs = 65535;  // of a grid's third dimension
+  if (num_seqs > kMostSeqs) fail("q", "have 65535 sequences at most for the cuda provider", std::to_string(num_seqs));
+  if (splits < 0) fail("splits", "be 0 (the provider's rule) or more", std::to_string(splits));
+  if (splits > 0) {  // the largest power of two that is not above it
     a.splits = 1;
     while (a.splits < 16 && 2 * a.splits <= splits) a.splits *= 2;
   }
@@ -118,57 +128,22 @@ std::tuple<Tensor, Tensor> prefill_attention(const Tensor& q_tensor, const Tenso
   const Operand table("block_table", table_tensor), lens("seq_lens", lens_tensor);
   const Operand starts("query_starts", starts_tensor);
   PrefillAttention a;
-  a.dtype = q.check_values();
-  q.check_shape({-1, -1, -1});
-  const int64_t num_tokens = q.sizes()[0], num_heads = q.sizes()[1], head_dim = q.sizes()[2];
-  k_cache.check_shape({-1, -1, -1, head_dim});
-  const int64_t num_kv_heads = k_cache.sizes()[1], page_size = k_cache.sizes()[2];
-  if (num_kv_heads == 0 || num_heads % num_kv_heads != 0) {
-    fail("q", "have a multiple of num_kv_heads = " + std::to_string(num_kv_heads) + " heads",
-         std::to_string(num_heads));
+  check_paged(a, q, k_cache, v_cache, table, lens, -1, scale, window);
+  constexpr int kMostHeads = 128;  // of the Triton kernel
+  if (a.num_heads / a.num_kv_heads > kMostHeads) {
+    fail("q", "have at most 128 heads a KV head for the cuda provider", std::to_string(a.num_heads / a.num_kv_heads));
   }
-  constexpr int64_t kMostHeads = 128;  // of the Triton kernel
-  if (num_heads / num_kv_heads > kMostHeads) {
-    fail("q", "have at most 128 heads a KV head for the cuda provider", std::to_string(num_heads / num_kv_heads));
-  }
-  a.k_strides = check_cache(k_cache, q, num_kv_heads, head_dim);
-  v_cache.check_same_shape(k_cache);
-  a.v_strides = check_cache(v_cache, q, num_kv_heads, head_dim);
-  q.check_rows();
-  for (const Operand* operand : {&table, &lens, &starts}) {
-    operand->check_dtype(ScalarType::Int);
-    operand->check_same_device(q);
-  }
-  lens.check_shape({-1});
-  const int64_t num_seqs = lens.sizes()[0];
-  table.check_shape({num_seqs, -1});
-  table.check_rows();
+  const int64_t num_tokens = q.sizes()[0], num_seqs = lens.sizes()[0];
+  starts.check_dtype(ScalarType::Int);
+  starts.check_same_device(q);
   starts.check_shape({num_seqs + 1});
-  if (window < 0) fail("window", "be 0 (off) or more", std::to_string(window));
-  const int64_t lse_sizes[2] = {num_tokens, num_heads}, none[1] = {0};
-  const auto fits = [](int64_t count) { return count < INT32_MAX / 2; };
-  const bool counts = fits(num_tokens) && fits(num_heads) && fits(num_seqs) && fits(k_cache.sizes()[0]);
-  a.q = q.data();
-  a.k_cache = k_cache.data();
-  a.v_cache = v_cache.data();
-  a.block_table = static_cast<const int*>(table.data());
-  a.seq_lens = static_cast<const int*>(lens.data());
   a.query_starts = static_cast<const int*>(starts.data());
-  a.q_stride = q.strides()[0];
-  a.q_head_stride = q.strides()[1];
-  a.table_stride = table.strides()[0];
   a.lens_stride = lens.strides()[0];
   a.starts_stride = starts.strides()[0];
-  a.scale = static_cast<float>(scale);
   a.num_tokens = static_cast<int>(num_tokens);
-  a.num_seqs = static_cast<int>(num_seqs);
-  a.num_heads = static_cast<int>(num_heads);
-  a.num_kv_heads = static_cast<int>(num_kv_heads);
-  a.head_dim = static_cast<int>(head_dim);
-  a.num_pages = static_cast<int>(k_cache.sizes()[0]);
-  a.page_size = static_cast<int>(page_size);
-  a.window = static_cast<int>(window < INT32_MAX ? window : 0);  // a wider one hides nothing
-  a.aligned = q.aligned(16) && k_cache.aligned(16) && v_cache.aligned(16);
+  const auto fits = [](int64_t count) { return count < INT32_MAX / 2; };
+  const bool counts = fits(num_tokens) && fits(q.sizes()[1]) && fits(num_seqs) && fits(k_cache.sizes()[0]);
+  const int64_t lse_sizes[2] = {num_tokens, q.sizes()[1]}, none[1] = {0};
   const DeviceGuard guard(q.device());
   if (!counts || !takes_prefill_attention(a)) {
     return prefill_attention_in_triton(q_tensor, k_tensor, v_tensor, table_tensor, lens_tensor, starts_tensor,
