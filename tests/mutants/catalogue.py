@@ -480,7 +480,7 @@ MUTANTS = [
     Mutant(
         "a tile's mask one key too long",
         "kernels/triton/attend.py", "(key[None, :] <= position[:, None])", "(key[None, :] <= position[:, None] + 1)",
-        "kernels/test_triton_attention.py", "end_at_a_border",
+        "kernels/test_attention_tiles.py", "end_at_a_border",
     ),
     Mutant(
         "a whole prompt without its mask",
