@@ -94,8 +94,9 @@ def test_an_operator_added_to_the_decoder_appears(monkeypatch: pytest.MonkeyPatc
     before = ours(trace(TINY, Step("decode", 1, 7)))
     forward = DecoderLayer.forward
 
-    def longer(self: DecoderLayer, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        return ops.silu_and_mul(torch.cat((forward(self, hidden, *args),) * 2, -1))
+    def longer(self: DecoderLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = forward(self, *args)
+        return ops.silu_and_mul(torch.cat((hidden,) * 2, -1)), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", longer)
     after = ours(trace(TINY, Step("decode", 1, 7)))
@@ -107,14 +108,14 @@ def test_pytorch_operators_in_the_decoder_appear_with_their_costs(monkeypatch: p
     """Lists of tensors, writing in place, products, several results; views and empty tensors do not."""
     forward, width = DecoderLayer.forward, TINY.hidden_size
 
-    def longer(self: DecoderLayer, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        hidden = forward(self, hidden, *args)
+    def longer(self: DecoderLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = forward(self, *args)
         torch.cat((hidden, hidden), -1)
         hidden.add_(hidden)
         torch.mm(hidden, hidden.new_empty(width, 5))
         torch.einsum("ti,oi->to", hidden, hidden.new_empty(7, width))
         hidden.float().topk(3)
-        return hidden.view(-1, width)
+        return hidden.view(-1, width), residual
 
     before = trace(TINY, Step("decode", 2, 7))
     monkeypatch.setattr(DecoderLayer, "forward", longer)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rooflight import ops
 from rooflight.models import Decoder, SingleRank, load_config, load_model
 from rooflight.models.config import RopeConfig
+from rooflight.models.recipe import Recipe
 from rooflight.models.shapes import parameter_shapes
 from tests.models import tiny
 
@@ -243,6 +244,107 @@ def test_no_tokens_give_no_rows() -> None:
     assert decoder.logits(hidden).shape == (0, 1000)
 
 
+WANTED = {
+    "last of each": [8, 9, 23],
+    "one": [16],
+    "order and repeats": [23, 3, 9, 9, 0, 23],
+    "all": list(range(24)),
+    "none": [],
+}
+
+
+def crowd(decoder: Decoder, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden rows of a step of 9, 1 and 14 tokens, two sequences going on with theirs, and what the caches then hold,
+    as plain bits."""
+    paged = tiny.Paged(decoder.config, 3, 48)
+    with torch.inference_mode():
+        positions, slots, meta = paged.step([12, 5, 0])
+        decoder(tiny.prompt(17, seed=2), positions, paged.caches, slots, meta, False)
+        positions, slots, meta = paged.step([9, 1, 14])
+        hidden = decoder(tiny.prompt(24), positions, paged.caches, slots, meta, False, wanted)
+    return hidden, torch.stack([cache for layer in paged.caches for cache in layer]).view(torch.int32)
+
+
+@pytest.mark.parametrize("projections", [False, True], ids=["apart", "projections"])
+@pytest.mark.parametrize("name", WANTED)
+def test_wanted_rows_are_those_of_a_run_of_all(
+    pair: tuple[Decoder, torch.Tensor], name: str, projections: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order and as often; keys and values of all tokens are in the cache, to the bit."""
+    decoder, _ = pair
+    monkeypatch.setattr(decoder, "recipe", Recipe(projections=projections))
+    every, caches = crowd(decoder, None)
+    found, written = crowd(decoder, torch.tensor(WANTED[name], dtype=torch.int64))
+    assert every.shape == (24, 64)
+    assert found.shape == (len(WANTED[name]), 64)
+    if WANTED[name]:
+        assert tiny.relative_error(found, every[WANTED[name]]) < BOUND
+        assert tiny.relative_error(decoder.logits(found), decoder.logits(every)[WANTED[name]]) < BOUND
+    assert torch.equal(written, caches)
+    assert int((~written.view(torch.float32).isnan()).sum()) == (12 + 5 + 24) * decoder.config.kv_bytes_per_token() // 4
+
+
+@pytest.mark.parametrize("projections", [False, True], ids=["apart", "projections"])
+def test_rows_are_picked_where_there_is_one_layer(projections: bool, tmp_path: Path) -> None:
+    decoder = loaded(tiny.reference_model("qwen3", num_hidden_layers=1), tmp_path)
+    decoder.recipe = Recipe(projections=projections)
+    every, caches = crowd(decoder, None)
+    found, written = crowd(decoder, torch.tensor([23, 0]))
+    assert tiny.relative_error(found, every[[23, 0]]) < BOUND
+    assert torch.equal(written, caches)
+
+
+@pytest.mark.parametrize("wanted", [[2, 0], [1], []])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "attention"])
+def test_rows_of_a_decode_step_can_be_picked(
+    pair: tuple[Decoder, torch.Tensor], wanted: list[int], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, _ = pair
+    monkeypatch.setattr(decoder, "recipe", Recipe(projections=together, attention=together))
+    found, written = [], []
+    for rows in (None, torch.tensor(wanted, dtype=torch.int64)):
+        paged = tiny.Paged(decoder.config, 3, 48)
+        with torch.inference_mode():
+            positions, slots, meta = paged.step([12, 5, 7])
+            decoder(tiny.prompt(24), positions, paged.caches, slots, meta, False)
+            positions, slots, meta = paged.step([1, 1, 1])
+            found.append(decoder(tiny.prompt(3, seed=5), positions, paged.caches, slots, meta, True, rows))
+        written.append(torch.stack([cache for layer in paged.caches for cache in layer]).view(torch.int32))
+    every, picked = found
+    assert picked.shape == (len(wanted), 64)
+    assert not wanted or tiny.relative_error(picked, every[wanted]) < BOUND
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("projections", [False, True], ids=["apart", "projections"])
+def test_no_tokens_and_none_wanted(projections: bool) -> None:
+    decoder = load_model("random:tiny").decoder
+    decoder.recipe = Recipe(projections=projections)
+    paged = tiny.Paged(decoder.config, 1, 16)
+    positions, slots, meta = paged.step([0])
+    nothing = torch.empty(0, dtype=torch.int64)
+    with torch.inference_mode():
+        hidden = decoder(nothing, positions, paged.caches, slots, meta, False, nothing)
+        assert hidden.shape == (0, 64)
+        assert decoder.logits(hidden).shape == (0, 1000)
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+@pytest.mark.parametrize("projections", [False, True], ids=["apart", "projections"])
+def test_picked_rows_can_be_traced_with_fake_tensors(projections: bool, wanted: int) -> None:
+    config = load_config("random:tiny")
+    with FakeTensorMode(), torch.inference_mode():
+        decoder = Decoder(config, dtype=torch.bfloat16)
+        decoder.recipe = Recipe(projections=projections)
+        paged = tiny.Paged(config, 4, 32, dtype=torch.bfloat16)
+        rows = torch.zeros(9, dtype=torch.int64)
+        lengths = torch.zeros(4, dtype=torch.int32)
+        meta = ops.AttentionMeta(paged.block_table, lengths, torch.zeros(5, dtype=torch.int32), 9, 32)
+        picks = torch.zeros(wanted, dtype=torch.int64)
+        hidden = decoder(rows, rows, paged.caches, rows, meta, False, picks)
+    assert (hidden.shape, hidden.dtype) == ((wanted, 64), torch.bfloat16)
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_decoder_can_be_traced_with_fake_tensors(decode: bool) -> None:
     config = load_config("random:tiny")
@@ -287,6 +389,13 @@ def test_the_communicator_is_asked_where_cut_weights_need_it() -> None:
     tiny.decoder_logits(decoder, tiny.prompt(5))
     # embedding, then o and down of two layers, then the head
     assert communicator.calls == [("all_reduce", (5, 64))] * 5 + [("all_gather -1", (5, 1000))]
+    communicator.calls.clear()
+    paged = tiny.Paged(decoder.config, 1, 16)
+    positions, slots, meta = paged.step([5])
+    with torch.inference_mode():
+        decoder(tiny.prompt(5), positions, paged.caches, slots, meta, False, torch.tensor([4, 1]))
+    # o and down of the last layer are of the wanted rows alone
+    assert communicator.calls == [("all_reduce", (5, 64))] * 3 + [("all_reduce", (2, 64))] * 2
 
 
 def test_more_ranks_than_one_are_refused() -> None:

@@ -98,7 +98,7 @@ def test_activations_stay_near_one_through_thirty_layers() -> None:
     assert 0.3 < logits.std() < 3
     sizes: list[float] = []
     for layer in loaded.decoder.layers:
-        layer.register_forward_hook(lambda _module, _args, out: sizes.append(float(out.std())))
+        layer.register_forward_hook(lambda _module, _args, out: sizes.append(float(out[0].std())))
     tiny.decoder_logits(loaded.decoder, ids)
     assert len(sizes) == 30
     assert all(0.01 < size < 3 for size in sizes)

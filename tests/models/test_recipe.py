@@ -45,6 +45,24 @@ def test_logits_of_every_combination(pair: tuple[Decoder, torch.Tensor], recipe:
     assert tiny.relative_error(actual, expected) < BOUND
 
 
+@pytest.mark.parametrize("recipe", COMBINATIONS, ids=by_name)
+def test_wanted_rows_of_every_combination(pair: tuple[Decoder, torch.Tensor], recipe: Recipe) -> None:
+    """Of a second chunk some, in any order, and of a third none: what it wrote is what the last token sees."""
+    decoder, expected = pair
+    decoder.recipe = recipe
+    ids, paged = tiny.prompt(LENGTH), tiny.Paged(decoder.config, 1, LENGTH)
+    done, found = 0, []
+    with torch.inference_mode():
+        for count, wanted in ((10, []), (8, [7, 2, 7]), (5, []), (1, None)):
+            positions, slots, meta = paged.step([count])
+            rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+            given = ids[done : done + count], positions, paged.caches, slots, meta, count == 1, rows
+            found.append(decoder.logits(decoder(*given)))
+            done += count
+    assert [len(logits) for logits in found] == [0, 3, 0, 1]
+    assert tiny.relative_error(torch.cat(found), expected[[17, 12, 17, 23]]) < BOUND
+
+
 @pytest.mark.parametrize(
     "recipe",
     [NAIVE, replace(NAIVE, rope=True), replace(NAIVE, grouped=True), Recipe(attention=True)],

@@ -9,6 +9,9 @@ A layer, on `num_tokens` rows of one or many sequences laid end to end:
     hidden, residual = fused_add_rms_norm(hidden, residual)
     hidden           = linear(silu_and_mul(linear(hidden, packed gate_up)), down)
 
+Of a prompt most rows are there for their keys and values alone. These are complete once the last layer's attention is
+done, and no row needs another's after it: from there on only the rows that are wanted go on.
+
 With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead, and with
 `recipe.attention` a decode step's attention normalises, turns and writes as well: five launches a layer, for decoding a
 few sequences, where a launch costs as much as its bytes. The recipe's other switches take apart what is one operator
@@ -90,14 +93,20 @@ class DecoderLayer(nn.Module):
         meta: ops.AttentionMeta,
         decode: bool,
         recipe: Recipe,
-    ) -> torch.Tensor:
-        """`hidden` (num_tokens, hidden_size) is normalised already; `residual` is updated in place."""
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden` (num_tokens, hidden_size) is normalised already; `residual`, as large, is updated in place.
+
+        wanted: (rows) int64, the tokens that go on behind attention; None: all.
+        Returns hidden and residual, both (rows, hidden_size); residual is the one given, or a new one of `wanted`.
+        """
         mixed = self._mix(self.qkv(hidden), positions, cos_sin, cache, slots, meta, decode, recipe)
-        hidden = self.communicator.all_reduce(self.o(mixed))  # (tokens, hidden_size)
+        if wanted is not None:
+            mixed, residual = mixed[wanted], residual[wanted]
+        hidden = self.communicator.all_reduce(self.o(mixed))  # (rows, hidden_size)
         hidden = add_norm(hidden, residual, self.post_norm, self.eps, recipe)
-        gated = ops.silu_and_mul(self.gate_up(hidden))  # (tokens, intermediate_size)
-        reduced: torch.Tensor = self.communicator.all_reduce(self.down(gated))  # (tokens, hidden_size)
-        return reduced
+        gated = ops.silu_and_mul(self.gate_up(hidden))  # (rows, intermediate_size)
+        return self.communicator.all_reduce(self.down(gated)), residual
 
     def forward_fused(
         self,
@@ -109,14 +118,21 @@ class DecoderLayer(nn.Module):
         meta: ops.AttentionMeta,
         decode: bool,
         recipe: Recipe,
-    ) -> None:
-        """The layer on `residual` (num_tokens, hidden_size) alone, in place; for one rank."""
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The layer on `residual` (num_tokens, hidden_size) alone, in place; for one rank.
+
+        Returns residual (rows, hidden_size), as `forward` does.
+        """
         qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
         packed = ops.rms_norm_linear(residual, self.input_norm, qkv.weight, qkv.bias, self.eps)
         mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode, recipe)
+        if wanted is not None:
+            mixed, residual = mixed[wanted], residual[wanted]
         ops.linear_add_(residual, mixed, o.weight, o.bias)
         gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)
         ops.linear_add_(residual, gated, down.weight, down.bias)
+        return residual
 
     def _mix(
         self,
@@ -220,34 +236,37 @@ class Decoder(nn.Module):
         slots: torch.Tensor,
         meta: ops.AttentionMeta,
         decode: bool,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs `num_tokens` new tokens and writes their keys and values into the caches.
 
         ids, positions, slots: (num_tokens) int64; a token at slot -1 is not written. caches: one (k, v) a layer.
         decode: one token a sequence (num_tokens = num_seqs) and the decode kernel; otherwise the prefill one.
-        Returns (num_tokens, hidden_size) as `logits` takes it.
+        wanted: (rows) int64, the tokens whose result is asked for, in any order and as often as one likes; None: all.
+        Returns (rows, hidden_size), or (num_tokens, hidden_size) of all, as `logits` takes it.
         """
         eps = self.config.rms_norm_eps
         residual = self.communicator.all_reduce(ops.embedding(ids, self.embed))  # (tokens, hidden_size)
         recipe = self.recipe
         rest = slots, with_parts(meta, recipe), decode, recipe
+        layers = list(zip(self.layers, caches, [*[None] * (len(self.layers) - 1), wanted], strict=True))
         if recipe.projections:
-            for layer, cache in zip(self.layers, caches, strict=True):
-                layer.forward_fused(residual, positions, self.cos_sin, cache, *rest)  # type: ignore[operator]
+            for layer, cache, rows in layers:
+                residual = layer.forward_fused(residual, positions, self.cos_sin, cache, *rest, rows)  # type: ignore[operator]
             return residual
         hidden: torch.Tensor | None = None
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache, rows in layers:
             input_norm: torch.Tensor = layer.input_norm  # type: ignore[assignment]
             if hidden is None:
                 hidden = ops.rms_norm(residual, input_norm, eps)
             else:
                 hidden = add_norm(hidden, residual, input_norm, eps, recipe)
-            hidden = layer(hidden, residual, positions, self.cos_sin, cache, *rest)
+            hidden, residual = layer(hidden, residual, positions, self.cos_sin, cache, *rest, rows)
         assert hidden is not None  # there is at least one layer
         return add_norm(hidden, residual, self.norm, eps, recipe)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden_size) to (rows, vocab_size) FP32; the caller picks the rows it needs."""
+        """(rows, hidden_size) of `forward` to (rows, vocab_size) FP32."""
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
