@@ -105,6 +105,10 @@ def test_points_of_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
         for config in (BF16, half):
             assert ("linear_add_", "down", (rows, config.hidden_size)) in shapes
     assert "prefill_attention" not in {point.operator for point in points}
+    monkeypatch.setattr(step_operators, "PREFILLS", (24,))
+    prompts = step_operators.measure(BF16, ceilings("h200"), ("prefill",), lambda *_: None)
+    for rows in (24, 1):  # of all layers but the last, and behind the last one's attention
+        assert {"o", "gate_up", "down"} <= {point.label for point in prompts if point.shape[0] == rows}
     windowed = replace(BF16, sliding_windows=(8, 0))
     found = step_operators.measure(windowed, ceilings("h200"), ("decode",), lambda *_: None)
     assert "qk_norm_rope_attention_" in {point.operator for point in points}

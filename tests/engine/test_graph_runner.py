@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rooflight import LLM, SamplingParams
+from rooflight import LLM, SamplingParams, ops
 from rooflight.bench.rungs import RUNGS, Rung
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner, compiled_prompts
@@ -21,6 +21,7 @@ from rooflight.engine.graph_sizes import buckets, prompt_sizes, suits
 from rooflight.engine.scheduler import Scheduler
 from rooflight.engine.static_batch import PromptBatch, PromptSize
 from rooflight.engine.upload import TURNS, Upload
+from rooflight.models.recipe import Recipe
 from rooflight.ops import REGISTRY
 from tests.engine.runners import build
 from tests.engine.support import assert_idle, prompt_ids
@@ -270,6 +271,36 @@ def test_chunks_of_one_token(plain: LLM, folder: Path, room: int, lengths: tuple
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = [c.token_ids for c in plain.generate(prompts, params)]
     assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe()], ids=["projections", "plain"])
+def test_rows_that_sample_go_on_behind_the_last_attention(
+    plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe | None
+) -> None:
+    """Of a prompt in chunks none, then one; its keys and values are those that the next tokens need."""
+    llm = build(folder, device="cpu", prefix_cache=False)
+    old, down = llm.engine, llm.decoder.layers[-1].down
+    runner = GraphRunner(llm.decoder, old.runner.cache, 200, 16, 64, graphs=False, recipe=recipe)
+    llm.engine = Engine(runner, Scheduler(400, 4, 16, 64, False, 8), old.tokenizer, old.end_ids)
+    name = "linear" if recipe else "linear_add_"
+    product, rows = getattr(ops, name), list[int]()
+
+    def noted(x: torch.Tensor, *rest: torch.Tensor) -> object:
+        if any(tensor is down.weight for tensor in rest):
+            rows.append(len(x))
+        return product(x, *rest)
+
+    monkeypatch.setattr(ops, name, noted)
+    prompt, params = [prompt_ids(150)], SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = plain.generate(prompt, params)[0].token_ids
+    room = runner._prompts[0].room.rows
+    assert llm.generate(prompt, params)[0].token_ids == expected
+    assert rows[:3] == [room] * 3  # padded as in a graph, where all rows that there is room for draw
+    runner._prompts = []
+    rows.clear()
+    assert llm.generate(prompt, params)[0].token_ids == expected
+    assert rows[:3] == [0, 0, 1]
     assert_idle(llm)
 
 

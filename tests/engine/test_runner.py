@@ -19,17 +19,23 @@ CONFIG = load_config("random:tiny")
 
 
 class Notes:
-    """A decoder whose hidden state of a token is its id, and whose logits are that twice."""
+    """A decoder whose hidden state of a token is its id, and whose logits are that twice.
+
+    wanted: the rows that were asked for, all where it is None.
+    """
 
     def pack_weights(self) -> None:
         pass
 
-    def __call__(self, ids: Any, positions: Any, caches: Any, slots: Any, meta: Any, decode: bool) -> torch.Tensor:
+    def __call__(
+        self, ids: Any, positions: Any, caches: Any, slots: Any, meta: Any, decode: bool, wanted: Any = None
+    ) -> torch.Tensor:
+        self.wanted = None if wanted is None else wanted.tolist()
         self.ids, self.positions, self.slots = ids.tolist(), positions.tolist(), slots.tolist()
         self.dtypes = {ids.dtype, positions.dtype, slots.dtype}
         self.meta, self.decode, self.num_caches = meta, decode, len(caches)
         hidden: torch.Tensor = ids[:, None].float()
-        return hidden
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([hidden, 2 * hidden], 1)
@@ -65,6 +71,7 @@ def test_a_decode_step_lays_rows_end_to_end_and_fills_the_table_with_page_0() ->
     assert (notes.meta.seq_lens.tolist(), notes.meta.query_starts.tolist()) == ([7, 2, 9], [0, 1, 2, 3])
     assert (notes.meta.max_query_len, notes.meta.max_seq_len) == (1, 9)
     assert logits.tolist() == [[40, 80], [20, 40], [90, 180]]
+    assert notes.wanted is None
 
 
 def test_rows_of_different_lengths_in_one_step_give_logits_of_their_last_tokens() -> None:
@@ -75,11 +82,19 @@ def test_rows_of_different_lengths_in_one_step_give_logits_of_their_last_tokens(
     assert not notes.decode
     assert (notes.meta.query_starts.tolist(), notes.meta.max_query_len) == ([0, 3, 5, 6], 3)
     assert logits.tolist() == [[3, 6], [6, 12]]
+    assert notes.wanted == [2, 5]
 
 
 def test_a_chunk_that_samples_nothing_gives_no_logits() -> None:
-    _, logits = run([Row(0, 0, (1, 2, 3), (0,), False)])
+    notes, logits = run([Row(0, 0, (1, 2, 3), (0,), False)])
     assert logits.shape == (0, 2)
+    assert notes.wanted == []
+
+
+def test_all_logits_of_a_prompt_are_asked_for_without_picking() -> None:
+    notes, logits = run([Row(0, 0, (1, 2, 3), (0,), True, every_logit=True)])
+    assert logits.tolist() == [[1, 2], [2, 4], [3, 6]]
+    assert notes.wanted is None
 
 
 @pytest.mark.parametrize(("page_size", "slots"), [(1, [6, 8]), (16, [6 * 16, 6 * 16 + 1])])
@@ -95,11 +110,11 @@ class Counting(Notes):
         self.seen: list[tuple[list[int], list[int], list[int]]] = []
         self.fails_at = -1
 
-    def __call__(self, ids: Any, positions: Any, caches: Any, slots: Any, meta: Any, decode: bool) -> torch.Tensor:
+    def __call__(self, ids: Any, *rest: Any) -> torch.Tensor:
         if len(self.seen) == self.fails_at:
             raise MemoryError
         assert min(ids.tolist()) >= 0
-        hidden = super().__call__(ids, positions, caches, slots, meta, decode)
+        hidden = super().__call__(ids, *rest)
         self.seen.append((self.ids, self.positions, self.slots))
         return hidden
 

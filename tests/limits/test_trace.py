@@ -17,12 +17,19 @@ from rooflight.limits.trace import ON_GPU, PLAIN, Call, Recorder, Step, trace
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.decoder import DecoderLayer
 from rooflight.models.load import load_config
+from rooflight.models.recipe import Recipe
 
 TINY = load_config("random:tiny")
 
 
 def ours(calls: list[Call]) -> list[tuple[str, str, int | None]]:
     return [(call.operator, call.label, call.layer) for call in calls if call.operator in ops.REGISTRY]
+
+
+def sizes(calls: list[Call]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Of our operators and of the rows that are picked of what they computed."""
+    picks = [call for call in calls if call.operator in ops.REGISTRY or call.operator == "index"]
+    return [(call.operator, call.label, call.shape) for call in picks if call.dtype.is_floating_point]
 
 
 def recorded(model: str | None, prompts: list[list[int]]) -> list[list[Call]]:
@@ -47,6 +54,7 @@ def test_traced_operators_are_those_of_a_real_step(model: str | None) -> None:
     prefill, *decodes = recorded(model, [[1, 2, 3, 4, 5]])
     expected = trace(config, Step("prefill", 1, 5))
     assert ours(prefill) == ours(expected)
+    assert sizes(prefill) == sizes(expected)
     assert sum(c.cost.flops for c in prefill) == sum(c.cost.flops for c in expected)
     assert len(decodes) == 2
     for number, step in enumerate(decodes):
@@ -77,6 +85,41 @@ def test_the_traced_decoder_of_a_gpu_is_that_of_its_runner() -> None:
         ("rms_norm_linear", "qkv"), ("linear_add_", "o"), ("rms_norm_swiglu", "gate_up"), ("linear_add_", "down"),
         ("rms_norm_linear", "head"),
     }  # fmt: skip
+
+
+def test_a_traced_prompt_is_that_of_the_gpus_runner_row_by_row() -> None:
+    """Kernel by kernel, as a prompt runs that no graph is padded to."""
+    llm = LLM("random:tiny", max_model_len=256)
+    runner = GraphRunner(llm.decoder, llm.engine.runner.cache, 256, 4, 64, graphs=False)
+    runner._prompts = []
+    scheduler = Scheduler(llm.engine.scheduler.pool.num_pages, 16, 4, 64, False, runner.most_steps)
+    engine = Engine(runner, scheduler, None, frozenset())
+    for first in (1, 11):
+        engine.submit(list(range(first, first + 5)), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    with Recorder(llm.decoder) as recorder:
+        while engine.busy:
+            list(engine.step())
+    assert sizes(recorder.calls) == sizes(trace(TINY, Step("prefill", 2, 5), ON_GPU))
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, ON_GPU], ids=["plain", "on-gpu"])
+def test_behind_the_last_attention_a_prompt_has_the_rows_that_are_wanted(recipe: Recipe) -> None:
+    calls = trace(TINY, Step("prefill", 3, 7), recipe)
+    rows = {(call.layer, call.label): call.shape[0] for call in calls if call.label and call.label != "embed"}
+    assert {rows[0, label] for label in ("qkv", "o", "gate_up", "down")} == {21}
+    assert [rows[1, label] for label in ("qkv", "o", "gate_up", "down")] == [21, 3, 3, 3]
+    assert rows[None, "head"] == 3
+    q_width = TINY.num_heads * TINY.head_dim
+    assert [call.shape for call in calls if call.operator == "index"] == [(21, q_width), (21, TINY.hidden_size)]
+    picked = [call.cost for call in calls if call.operator == "index"]
+    row = TINY.dtype.itemsize * 3
+    assert [cost.bytes_written for cost in picked] == [row * q_width, row * TINY.hidden_size]
+    assert [cost.bytes_read for cost in picked] == [cost.bytes_written + 3 * 8 for cost in picked]
+
+
+@pytest.mark.parametrize("step", [Step("decode", 3, 7), Step("prefill", 3, 1)], ids=["decode", "prompts of a token"])
+def test_where_all_rows_are_wanted_none_are_picked(step: Step) -> None:
+    assert "index" not in {call.operator for call in trace(TINY, step, ON_GPU)}
 
 
 def test_a_batch_costs_what_it_costs_when_it_runs() -> None:

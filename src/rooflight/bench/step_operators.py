@@ -59,14 +59,20 @@ def _calls(config: ModelConfig, card: Ceilings, phases: Sequence[str]) -> Iterat
     steps = [Step("decode", batch, min(context, most)) for batch, context in DECODES if "decode" in phases]
     steps += [Step("prefill", 1, min(tokens, most)) for tokens in PREFILLS if "prefill" in phases]
     seen = set()
-    one = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1])  # layers are alike, and take time
-    for model in (one, halved(one)):
+    short = shortened(config)
+    for model in (short, halved(short)):
         for step in steps:
             for item in placed_calls(model, Scenario(step, card.key)):
                 key = item.call.operator, item.call.label, item.call.shape, item.cost
                 if key not in seen and item.call.operator in builders:
                     seen.add(key)
                     yield model, step, item
+
+
+def shortened(config: ModelConfig) -> ModelConfig:
+    """Of two layers, since they take time and are alike, but that the last has fewer rows of a prompt."""
+    layers = min(config.num_layers, 2)
+    return replace(config, num_layers=layers, sliding_windows=config.sliding_windows[:layers])
 
 
 def halved(config: ModelConfig) -> ModelConfig:

@@ -19,7 +19,7 @@ from rooflight.bench.device import Closure, CudaDevice, Device
 from rooflight.bench.environment import describe, describe_gpu
 from rooflight.bench.interleaved import ROUNDS, interleaved_us
 from rooflight.bench.measurement import Spread
-from rooflight.bench.step_operators import BUILDERS, sets_of
+from rooflight.bench.step_operators import BUILDERS, sets_of, shortened
 from rooflight.bench.step_report import card_here
 from rooflight.limits.ceilings import Ceilings
 from rooflight.limits.laws import bound_of
@@ -135,9 +135,9 @@ def within(provider: str, launch: Closure) -> object:
 def calls(config: ModelConfig) -> Iterator[tuple[Step, Call]]:
     """Each operator with every size once that the steps have, operators together."""
     most = config.max_position_embeddings - 1
-    one = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1])  # layers are alike
+    short = shortened(config)
     steps = [replace(step, context=min(step.context, most)) for step in STEPS]
-    traced = {step: _traced(one, step) for step in steps}
+    traced = {step: _traced(short, step) for step in steps}
     for operator in TRACED:
         seen = set()
         for step in steps:

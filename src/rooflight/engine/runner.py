@@ -72,9 +72,8 @@ class Runner:
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits (plan.num_logits, vocab_size) FP32, in the order of the plan's rows and their tokens."""
         ids, positions, slots, meta, wanted = self._tensors(plan)
-        hidden = self.decoder(ids, positions, self.cache.layers, slots, meta, plan.is_decode)
-        if len(wanted) < len(ids):
-            hidden = hidden[self._tensor(wanted)]
+        rows = self._tensor(wanted) if len(wanted) < len(ids) else None
+        hidden = self.decoder(ids, positions, self.cache.layers, slots, meta, plan.is_decode, rows)
         return self.decoder.logits(hidden)
 
     def _tensors(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMeta, np.ndarray]:

@@ -230,8 +230,9 @@ class PromptBatch:
         prompts = table[: size.prompts], lengths[: size.prompts], given["query_starts"][: size.prompts + 1]
         meta = ops.AttentionMeta(*prompts, size.tokens, longest, whole_prompt, other)
         positions, slots = given["positions"][:total], given["slots"][:total]
-        hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False)
+        wanted = given["wanted"][:sampling]
+        hidden = model.decoder(ids, positions, model.cache.layers, slots, meta, False, wanted)
         if sampling:
-            drawn = model.next_tokens(hidden[given["wanted"][:sampling]], given, options)
+            drawn = model.next_tokens(hidden, given, options)
             model.last_tokens[given["places"][:sampling]] = drawn
             self.drawn[0, :sampling] = drawn

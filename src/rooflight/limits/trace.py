@@ -212,17 +212,15 @@ def trace(config: ModelConfig, step: Step, recipe: Recipe = PLAIN) -> list[Call]
     decoder.recipe = recipe
     hints = {"seq_lens": [step.length] * step.batch, "query_lens": [step.new_tokens] * step.batch}
     with torch.no_grad(), torch.device("meta"):  # under inference_mode PyTorch's composites would not come apart
-        inputs, last, columns = _inputs(config, step)
+        inputs, columns = _inputs(config, step)
         rank.recorder = recorder = Recorder(decoder, hints)
         with recorder:
-            hidden = decoder(*inputs)
-            logits = decoder.logits(hidden if last is None else hidden[last])
-            ops.sample(logits, *columns)
+            ops.sample(decoder.logits(decoder(*inputs)), *columns)
     return recorder.calls
 
 
-def _inputs(config: ModelConfig, step: Step) -> tuple[tuple[Any, ...], torch.Tensor | None, Sequence[torch.Tensor]]:
-    """Arguments of the decoder, rows whose logits are wanted (None: all), columns of the sampler; without values."""
+def _inputs(config: ModelConfig, step: Step) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
+    """Arguments of the decoder and columns of the sampler, without values."""
     new: Callable[..., torch.Tensor] = torch.empty
     tokens, pages = step.batch * step.new_tokens, -(-step.length // PAGE_SIZE)
     page = (config.num_kv_heads, PAGE_SIZE, config.head_dim)
@@ -235,5 +233,5 @@ def _inputs(config: ModelConfig, step: Step) -> tuple[tuple[Any, ...], torch.Ten
     decode = step.phase == "decode"
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
     columns = [new(step.batch, dtype=dtype) for dtype in dtypes]
-    last = None if decode or step.new_tokens == 1 else new(step.batch, dtype=torch.int64)
-    return (ids, positions, [cache] * config.num_layers, slots, meta, decode), last, columns
+    wanted = None if decode or step.new_tokens == 1 else new(step.batch, dtype=torch.int64)
+    return (ids, positions, [cache] * config.num_layers, slots, meta, decode, wanted), columns

@@ -83,9 +83,23 @@ def test_a_prompt() -> None:
     scenario = Scenario(Step("prefill", 1, 1024), "h200")
     found = profile_step("q", QWEN, scenario, recording(QWEN, scenario, MANY_ROWS, steps=1))
     assert found.row("prefill_attention").measured_us == pytest.approx(56)
-    assert found.row("index").kernels == 1
+    assert found.row("index").kernels == 2  # of attention's result and of the residual, in the last layer
+    assert found.row("linear_add_ down").kernels == 56
+    assert found.row("index").measured_us == pytest.approx(4)
     assert found.sequence_tokens == 1024
     assert "advance_decode_" not in {row.name for row in found.rows}
+
+
+def test_few_rows_of_a_prompts_last_layer_are_foretold_by_the_law_of_few() -> None:
+    names = ("embedding", "rms_norm_linear", "rms_norm_swiglu", "linear_add_", "sample", "index", "_to_copy")
+    names += ("qk_norm_rope_cache_", "prefill_attention")
+    laws = {(name, few): Law(name, few, 3, 1.0 if few else 10.0, 1e9, 1e9) for name in names for few in (True, False)}
+    scenario = Scenario(Step("prefill", 1, 1024), "h200")
+    found = profile_step("q", QWEN, scenario, recording(QWEN, scenario, MANY_ROWS, steps=1), laws)
+    for name in ("linear_add_ o", "rms_norm_swiglu gate_up", "linear_add_ down"):
+        assert found.row(name).foretold_us == pytest.approx(27 * 10 + 1), name
+    assert found.row("rms_norm_linear qkv").foretold_us == pytest.approx(28 * 10)
+    assert found.row("rms_norm_linear head").foretold_us == pytest.approx(1)
 
 
 def test_foretold_beside_measured() -> None:
