@@ -11,6 +11,7 @@ from rooflight.bench import roof
 from rooflight.bench.roof import Roof, chosen_device, cpu_roof, kv_bytes, prompt_flops, roof_of
 from rooflight.limits.card import Bandwidth, Card
 from rooflight.limits.ceilings import ceilings
+from rooflight.limits.trace import Step, trace
 from rooflight.models.load import load_config
 
 QWEN = load_config("random:qwen3-0.6b")
@@ -53,7 +54,11 @@ def test_operations_of_a_prompt() -> None:
     norms = 2 * 64 + 2 * 32  # parameters that are counted as products too
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 160 + norms
     attention = 4 * 4 * 32 * (1 + 2 + 3)
-    assert prompt_flops(tiny, 3) == 2 * 2 * layer * 3 + 2 * attention + 2 * 1000 * 64
+    unread = 2 * (128 * 64 + 3 * 64 * 160)  # behind the last layer's attention, of each token but the last
+    assert prompt_flops(tiny, 3) == 2 * 2 * layer * 3 - 2 * unread + 2 * attention + 2 * 1000 * 64
+    # Norms are parameters that it counts like products; of the operators' costs only products count here.
+    calls = [call for call in trace(tiny, Step("prefill", 1, 3)) if call.operator in ("linear", "prefill_attention")]
+    assert prompt_flops(tiny, 3) - 2 * 2 * norms * 3 == sum(call.cost.flops for call in calls)
     windowed = prompt_flops(replace(tiny, sliding_windows=(2, 0)), 3)
     assert prompt_flops(tiny, 3) - windowed == 4 * 4 * 32 * 1  # the last query does not see the first key
     assert Roof("", (), {"bf16": 1e9}).prompt_seconds(tiny, "bf16", 3, 5) == 5 * prompt_flops(tiny, 3) / 1e9

@@ -83,8 +83,12 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype, context: float) -> float:
 
 
 def prompt_flops(config: ModelConfig, tokens: int) -> float:
-    """Of a whole prompt: every projection, attention to itself and what is before, and logits of the last position."""
-    products = 2 * config.num_layers * config.parameters_per_layer() * tokens
+    """Of a whole prompt: every projection, attention to itself and what is before, and logits of the last position.
+
+    That position alone needs what the last layer has behind its attention.
+    """
+    behind = config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)  # o, and the MLP
+    products = 2 * (config.num_layers * config.parameters_per_layer() * tokens - behind * (tokens - 1))
     head = 2 * config.vocab_size * config.hidden_size
     pairs = sum(_pairs(tokens, window) for window in config.sliding_windows)
     return products + head + 4 * config.num_heads * config.head_dim * pairs
