@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(kHeads, group - tile * kHeads);
   const int first = kv_head * group + tile * kHeads, sequence = blockIdx.z;
-  // Many blocks follow a product of the library, which lets nobody start before it ends; few overlap one of ours.
+  // Many blocks follow a product of the library, which lets nobody start before it ends; few overlap one of ours. Those
+  // of many let nobody start either: the next launch's would take places that ours still wait for.
   constexpr bool kWaitsFirst = !kFirst || WARPS < kWarps;
   constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
   if constexpr (!kFirst) let_next_kernel_start();
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     }
     // The next launch may be this kernel again, which reads the cache before it waits: a block that writes there lets
     // it start when that has been done.
-    if (!writes_newest) let_next_kernel_start();
+    if (!kWaitsFirst && !writes_newest) let_next_kernel_start();
     if constexpr (!kEarly) q_factors.read(s.q_weight, quad);
     normalise_and_turn<T>(q, s.q_weight != nullptr, q_factors, turn_by, s.eps);
   }
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     }
     __syncwarp();  // all lanes have read the stage
   }
-  if (has_newest) {
+  if (!kWaitsFirst && has_newest) {
     __threadfence();
     fence_cache_for_copies();
     __syncwarp();  // one lane lets it start for all, whoever has written
