@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kMostPairs = 4;  // of a lane: head_dim 256
-constexpr int kNeighbours = 4;
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeCache s) {
@@ -81,84 +80,99 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
   }
 }
 
-// The same for whole heads that turn by halves, which are most: LANES lanes a head, four neighbours a load.
+// The same for whole heads that turn by halves, which are most. A block has one token: angles are read once and serve
+// several heads of LANES lanes, whose loads and stores are all of 16 bytes. With narrower ones the kernel takes as long
+// as its instructions, not as its bytes.
 template <typename T, typename W, int LANES>
 __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormRopeCache s) {
-  constexpr int VEC = kNeighbours, kHalf = LANES * VEC;
+  constexpr int VEC = kFullPack<T>, kHalf = LANES * VEC, kGroups = kWarps * 32 / LANES, kAtOnce = 2;
   using P = Pack<T, VEC>;
-  const int lane = threadIdx.x % LANES;
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kWarps * 32 / LANES) + threadIdx.x / LANES;
-  const int heads = s.q.heads + s.k.heads + s.v.heads;
-  const int64_t token = unit / heads;
-  int head = static_cast<int>(unit - token * heads);
-  const bool is_q = head < s.q.heads, is_k = !is_q && head < s.q.heads + s.k.heads;
-  head -= is_q ? 0 : is_k ? s.q.heads : s.q.heads + s.k.heads;
-  const Heads& from = is_q ? s.q : is_k ? s.k : s.v;
-  const P* in = reinterpret_cast<const P*>(static_cast<const T*>(from.data) + token * from.token_stride +
-                                           head * from.head_stride) +
-                lane;
+  const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+  const int64_t token = blockIdx.x;
+  const int heads = s.q.heads + s.k.heads + s.v.heads, first_v = s.q.heads + s.k.heads;
+  const auto row_of = [&](int head) {
+    const Heads& from = head < s.q.heads ? s.q : head < first_v ? s.k : s.v;
+    const int own = head - (head < s.q.heads ? 0 : head < first_v ? s.q.heads : first_v);
+    return static_cast<T*>(from.data) + token * from.token_stride + own * from.head_stride;
+  };
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  // No lane leaves before the sum over the lanes of a head: a warp has several.
-  const bool there = token < s.num_tokens;
-  const P low = there ? load(in) : P{}, high = there ? load(in + LANES) : P{};
-  P* out = const_cast<P*>(in);
-  bool writes = there;
-  if (there && !is_q) {
-    const int64_t slot = s.slots[token];
-    writes = slot >= 0;
-    const CacheStrides& strides = is_k ? s.k_strides : s.v_strides;
-    out = reinterpret_cast<P*>(static_cast<T*>(is_k ? s.k_cache : s.v_cache) + slot / s.page_size * strides.page +
-                               head * strides.head + slot % s.page_size * strides.token) +
-          lane;
-  }
-  float a[VEC], b[VEC], square = 0.0f;
-  to_floats(low, a);
-  to_floats(high, b);
-  const W* weight = static_cast<const W*>(is_q ? s.q_weight : s.k_weight);
-  if (weight != nullptr) {
+  const int64_t slot = s.slots[token], page = slot / s.page_size, offset = slot - page * s.page_size;
+  const float* angles = s.cos_sin + integer_at(s.positions, s.wide_positions, token) * s.table_stride + lane * VEC;
+  const auto cosines = load_shared(reinterpret_cast<const Pack<float, VEC>*>(angles));
+  const auto sines = load_shared(reinterpret_cast<const Pack<float, VEC>*>(angles + kHalf));
+
+  for (int first = 0; first < heads; first += kGroups * kAtOnce) {
+    P low[kAtOnce], high[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) square = fmaf(a[j], a[j], fmaf(b[j], b[j], square));
-    const float inverse = rsqrtf(warp_sum(square, LANES) / static_cast<float>(2 * kHalf) + s.eps);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int head = first + i * kGroups + group;
+      if (head >= heads) continue;
+      const P* in = reinterpret_cast<const P*>(row_of(head)) + lane;
+      low[i] = load(in);
+      high[i] = load(in + LANES);
+    }
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      a[j] *= inverse * static_cast<float>(weight[lane * VEC + j]);
-      b[j] *= inverse * static_cast<float>(weight[kHalf + lane * VEC + j]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int head = first + i * kGroups + group;
+      const bool there = head < heads, is_q = head < s.q.heads, is_v = head >= first_v;
+      float a[VEC], b[VEC], square = 0.0f;
+      to_floats(there ? low[i] : P{}, a);
+      to_floats(there ? high[i] : P{}, b);
+      // No lane leaves before the sum over the lanes of a head: a warp has several.
+      if (s.q_weight != nullptr) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) square = fmaf(a[j], a[j], fmaf(b[j], b[j], square));
+        const float inverse = rsqrtf(warp_sum(square, LANES) / static_cast<float>(2 * kHalf) + s.eps);
+        const auto* weight = static_cast<const Pack<W, VEC>*>(is_q ? s.q_weight : s.k_weight) + lane;
+        float low_factors[VEC], high_factors[VEC];
+        to_floats(load_shared(weight), low_factors);
+        to_floats(load_shared(weight + LANES), high_factors);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          a[j] *= inverse * low_factors[j];
+          b[j] *= inverse * high_factors[j];
+        }
+      }
+      if (!there || (!is_q && slot < 0)) continue;
+      P* out = reinterpret_cast<P*>(row_of(head)) + lane;
+      if (!is_q) {
+        const CacheStrides& strides = is_v ? s.v_strides : s.k_strides;
+        out = reinterpret_cast<P*>(static_cast<T*>(is_v ? s.v_cache : s.k_cache) + page * strides.page +
+                                   (head - (is_v ? first_v : s.q.heads)) * strides.head + offset * strides.token) +
+              lane;
+      }
+      if (!is_v) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          const float turned = a[j] * cosines.values[j] - b[j] * sines.values[j];
+          b[j] = b[j] * cosines.values[j] + a[j] * sines.values[j];
+          a[j] = turned;
+        }
+        low[i] = from_floats<T>(a);
+        high[i] = from_floats<T>(b);
+      }
+      store(out, low[i]);
+      store(out + LANES, high[i]);
     }
   }
-  if (!writes) return;
-  if (!is_q && !is_k) {
-    store(out, low);
-    store(out + LANES, high);
-    return;
-  }
-  const int64_t position = integer_at(s.positions, s.wide_positions, token);
-  const float* angles = s.cos_sin + position * s.table_stride + lane * VEC;
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) {  // not through `turn`, with which this kernel is compiled to another order of loads
-    const float cosine = angles[j], sine = angles[kHalf + j], turned = a[j] * cosine - b[j] * sine;
-    b[j] = b[j] * cosine + a[j] * sine;
-    a[j] = turned;
-  }
-  store(out, from_floats<T>(a));
-  store(out + LANES, from_floats<T>(b));
 }
 
 // Lanes of a head in the kernel above, or 0 where that does not take the step.
 int lanes_of_head(const QkNormRopeCache& s) {
-  const int lanes = s.head_dim / (2 * kNeighbours);
+  const int neighbours = 16 / size_of(s.dtype), lanes = s.head_dim / (2 * neighbours);
   const bool whole = s.head_dim == 64 || s.head_dim == 128 || s.head_dim == 256;
   if (s.interleaved || s.rotary_dim != s.head_dim || !whole) return 0;
-  const int64_t bytes = kNeighbours * size_of(s.dtype);
   const auto fits = [&](const void* data, std::initializer_list<int64_t> strides) {
-    bool fine = reinterpret_cast<uintptr_t>(data) % bytes == 0;
-    for (const int64_t stride : strides) fine = fine && stride % kNeighbours == 0;
+    bool fine = reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (const int64_t stride : strides) fine = fine && stride % neighbours == 0;
     return fine;
   };
   const auto heads = [&](const Heads& h) { return fits(h.data, {h.token_stride, h.head_stride}); };
   const auto cache = [&](const void* data, const CacheStrides& c) { return fits(data, {c.page, c.head, c.token}); };
-  const bool all =
-      heads(s.q) && heads(s.k) && heads(s.v) && cache(s.k_cache, s.k_strides) && cache(s.v_cache, s.v_strides);
+  const bool all = heads(s.q) && heads(s.k) && heads(s.v) && cache(s.k_cache, s.k_strides) &&
+                   cache(s.v_cache, s.v_strides) && fits(s.q_weight, {}) && fits(s.k_weight, {}) &&
+                   fits(s.cos_sin, {}) && s.table_stride % 4 == 0;
   return all ? lanes : 0;
 }
 
@@ -171,15 +185,20 @@ bool takes_head(const QkNormRopeCache& s) {
 void launch_qk_norm_rope_cache(const QkNormRopeCache& s, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(s.num_tokens) * (s.q.heads + s.k.heads + s.v.heads);
   if (units == 0 || s.head_dim == 0) return;
-  const int lanes = lanes_of_head(s), at_once = kWarps * 32 / (lanes > 0 ? lanes : 32);
-  const dim3 grid(static_cast<unsigned>((units + at_once - 1) / at_once)), block(kWarps * 32);
+  const int lanes = lanes_of_head(s);
+  const int64_t blocks = lanes > 0 ? s.num_tokens : (units + kWarps - 1) / kWarps;
+  const dim3 grid(static_cast<unsigned>(blocks)), block(kWarps * 32);
   with_types(s.dtype, s.weight_dtype, [&](auto data, auto weight) {
     using T = typename decltype(data)::type;
     using W = typename decltype(weight)::type;
     const auto run = [&](auto kernel) { launch(kernel, grid, block, stream, Overlap::kBehindOurs, 0, s); };
+    if constexpr (sizeof(T) == 2) {
+      if (lanes == 4) return run(qk_norm_rope_cache_halves<T, W, 4>);
+    } else {
+      if (lanes == 32) return run(qk_norm_rope_cache_halves<T, W, 32>);
+    }
     if (lanes == 8) return run(qk_norm_rope_cache_halves<T, W, 8>);
     if (lanes == 16) return run(qk_norm_rope_cache_halves<T, W, 16>);
-    if (lanes == 32) return run(qk_norm_rope_cache_halves<T, W, 32>);
     run(qk_norm_rope_cache<T, W>);
   });
   last_captured.writing = true;
