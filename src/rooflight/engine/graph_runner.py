@@ -3,7 +3,7 @@
 A launch writes its numbers into pinned memory, asks for one copy, a graph and a copy back, and returns. The next launch
 is planned and asked for while this one runs: tokens that the host has not seen yet are taken on the device.
 
-    decode    graphs of one step for each number of rows in `buckets`, padded up to it; of `most_steps` up to MOST_ROWS
+    decode    graphs of one step and of `most_steps` for each number of rows in `buckets`, padded up to it
     prompts   graphs for so many tokens of so many prompts, and of sequences that decode beside them, padded up to it;
               large steps that would be padded far, and what does not fit, kernel by kernel
     options   penalties, biases, bans, log-probabilities (options.py): on the device too, in graphs of their own that
@@ -39,7 +39,6 @@ from rooflight.models.recipe import Recipe
 from rooflight.ops import REGISTRY
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
-MOST_ROWS = 64  # of graphs of several steps: with more, a step takes milliseconds, and its launch microseconds
 LATE = "options", "reports"  # graphs of decode steps with options, without and with log-probabilities
 LONG_PROMPT = 6144  # tokens from which PyTorch's attention is faster than Triton's, with its way to it (docs/decode.md)
 
@@ -96,10 +95,6 @@ class GraphRunner(Runner):
             self._state.launched(wish.rows, wish.sequences, [plan.gets(row) for row in wish.rows])
             return launch
 
-    def _most_steps(self, rows: int) -> int:
-        """Of a graph of so many rows."""
-        return self.most_steps if rows <= MOST_ROWS else 1
-
     def _options(self, batch: DecodeBatch | PromptBatch, wish: Wish) -> Options | None:
         return Options(self._state, batch.reports if wish.reports else None) if wish.places else None
 
@@ -108,7 +103,7 @@ class GraphRunner(Runner):
         batch.write(plan.rows, sampling, wish.places)
         options = self._options(batch, wish)
         # Graphs with options are made while requests wait, and those of one step are made soonest.
-        many = self._most_steps(batch.rows) if plan.steps == self.most_steps and options is None else 1
+        many = self.most_steps if plan.steps == self.most_steps and options is None else 1
         key: tuple[str | int, ...] = ("decode", batch.rows, many)
         step = partial(_decode_steps, batch, many, options)
         if options is not None:
@@ -189,7 +184,7 @@ class GraphRunner(Runner):
             for prompt in reversed(self._prompts):
                 self._capture(("prompt", *prompt.room), partial(prompt.step, prompt.room, prompt.room.rows))
             for rows, batch in reversed(self._decode.items()):
-                for many in sorted({1, self._most_steps(rows)}):
+                for many in sorted({1, self.most_steps}):
                     self._capture(("decode", rows, many), partial(_decode_steps, batch, many))
 
     def _capture(self, key: tuple[str | int, ...], step: Callable[[], None]) -> None:
