@@ -60,6 +60,32 @@ def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_
     assert_idle(llm)
 
 
+def test_a_full_step_begins_before_all_prompts_are_looked_at(
+    plain: LLM, ahead: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    events = []
+    prepare, launch = ahead.prepare, ahead.engine.runner.launch
+    monkeypatch.setattr(ahead, "prepare", lambda *args: events.append("prompt") or prepare(*args))
+    monkeypatch.setattr(ahead.engine.runner, "launch", lambda *args: events.append("launch") or launch(*args))
+    assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+    full = 1 + next(i for i in range(len(prompts)) if sum(map(len, prompts[: i + 1])) >= 64)
+    expected_events = ["prompt"] * full + ["launch"] + ["prompt"] * (len(prompts) - full) + ["launch"]
+    assert events[: len(expected_events)] == expected_events
+    assert_idle(ahead)
+
+
+def test_what_has_begun_is_given_up_for_a_later_prompt_that_does_not_fit(plain: LLM, ahead: LLM) -> None:
+    prompts, options = mixed()
+    with pytest.raises(ValueError, match="prompt must have token ids below"):
+        ahead.generate([*prompts, [10**6]], options[0])
+    assert_idle(ahead)
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+    assert_idle(ahead)
+
+
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, folder: Path, rung: Rung) -> None:
     """Prompts of several sequences, batches that are padded up, and rows that end in the middle of a launch."""

@@ -160,10 +160,27 @@ class Engine:
         finally:
             self._stepping = False
 
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Launch what is queued, if the device can work on it while the host goes on, and if it has nothing to do yet.
+
+        Raises what the model raises, and leaves all requests as they were. In the middle of a step it does nothing.
+        """
+        if self._stepping or self._launches or self._due or not self.runner.ahead:
+            return
+        self._stepping = True
+        try:
+            self._launch(1)
+        except BaseException:
+            self._recall()
+            raise
+        finally:
+            self._stepping = False
+
     def _run(self) -> None:
         """The model's part of a step: what a launch gave is due."""
         try:
-            self._launch()
+            self._launch(1 + self.runner.ahead)
             if self._launches:
                 self._land()
             elif self._requests:
@@ -172,11 +189,11 @@ class Engine:
             self._recall()
             raise
 
-    def _launch(self) -> None:
-        """One launch, and as many more as the runner may have in flight."""
+    def _launch(self, most: int) -> None:
+        """As many launches as may be in flight."""
         if self._failure is not None and not self._launches:
             raise self._failure
-        while len(self._launches) <= self.runner.ahead and self._failure is None:
+        while len(self._launches) < most and self._failure is None:
             plan = self.scheduler.plan()
             if plan is None:
                 break

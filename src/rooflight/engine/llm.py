@@ -134,7 +134,8 @@ class LLM:
 
         A prompt with `n` > 1 has n results, one after the other. A text gets the tokenizer's BOS if it has one.
         progress: called with (completions that have ended, of how many). Raises ValueError for an empty prompt, one
-        that leaves no room for an answer in the context, or parameters whose number differs; nothing is run then.
+        that leaves no room for an answer in the context, or parameters whose number differs. Nothing has run then but,
+        on a GPU, a step that those before it fill: it begins while the others are looked at.
         With many prompts Python's collector leaves alone what was there before, until the end (collector.py).
         """
         many = _as_list(prompts)
@@ -148,14 +149,26 @@ class LLM:
     def _complete(
         self, many: list[Prompt], options: list[SamplingParams], progress: Callable[[int, int], None] | None
     ) -> list[Completion]:
-        prepared = [self.prepare(self.encode(prompt), option) for prompt, option in zip(many, options, strict=True)]
         results: dict[int, list[Completion]] = {}
         left: dict[int, int] = {}
-        try:
+        prepared: list[list[Request]] = []
+
+        def queue() -> None:
             for requests in prepared:
                 requests[0].group.streams = False
                 request_id = self._add(requests)
                 results[request_id], left[request_id] = [], len(requests)
+            prepared.clear()
+
+        room = self.engine.scheduler.max_num_batched_tokens
+        try:
+            for prompt, option in zip(many, options, strict=True):
+                prepared.append(self.prepare(self.encode(prompt), option))
+                before, room = room, room - prepared[-1][0].sequence.num_prompt
+                if room <= 0 < before and self.engine.runner.ahead:  # the device need not wait for the other prompts
+                    queue()
+                    self.engine.begin()
+            queue()
             total, done = sum(left.values()), 0
             while left:
                 for owner, chunk in self._take(left):
