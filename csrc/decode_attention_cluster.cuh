@@ -5,7 +5,7 @@
 // memory, as a barrier of the whole cluster would have it, and blocks end when their own share is written.
 #pragma once
 
-#include "common/bulk.cuh"
+#include "common/cluster.cuh"
 #include "decode_attention.cuh"
 
 namespace rooflight {
@@ -30,14 +30,6 @@ __device__ __forceinline__ Share share_of(int units, int parts, int rank) {
   return {size, begin, max(0, min(size, units - begin))};
 }
 
-__device__ __forceinline__ uint32_t address_at(const void* own, int member) {
-  uint32_t there = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(member));
-#endif
-  return there;
-}
-
 // At the start of a kernel, by all threads of all blocks. parts: blocks with keys, the first ones.
 template <int G, int D>
 __device__ __forceinline__ void begin_gathering(Gathering<G, D>& gathering, int heads, int parts) {
@@ -48,7 +40,7 @@ __device__ __forceinline__ void begin_gathering(Gathering<G, D>& gathering, int 
     fence_barriers();
     expect_bytes(&gathering.barrier, parts * (mine.count * sizeof(float4) + heads * sizeof(float2)));
   }
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  arrive_in_cluster();
 #endif
 }
 
@@ -58,7 +50,7 @@ __device__ __forceinline__ void finish_together(const DecodeAttention& a, const 
                                                 Gathering<G, D>& gathering, int sequence, int first, int heads,
                                                 int parts) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all barriers are there: long ago
+  wait_for_cluster();  // all barriers are there: long ago
   const int rank = blockIdx.x;
   if (rank >= parts) return;
   if (parts == 1) return finish_alone<T, D>(a, meeting, sequence, first, heads);
@@ -69,19 +61,14 @@ __device__ __forceinline__ void finish_together(const DecodeAttention& a, const 
 #pragma unroll
     for (int j = 0; j < 4; ++j) meet(meeting, unit * 4 / D, unit * 4 % D + j, peak, sum, values[j]);
     const int to = unit / mine.size;
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_at(&gathering.units[rank * mine.size + unit % mine.size], to)),
-                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(address_at(&gathering.barrier, to))
-                 : "memory");
+    send(address_at(&gathering.units[rank * mine.size + unit % mine.size], to), address_at(&gathering.barrier, to),
+         float4{values[0], values[1], values[2], values[3]});
   }
   for (int i = threadIdx.x; i < heads * parts; i += WARPS * 32) {
     const int g = i % heads, to = i / heads;
     float peak, sum, value;
     meet(meeting, g, 0, peak, sum, value);
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address_at(&gathering.states[rank][g], to)),
-                 "f"(peak), "f"(sum), "r"(address_at(&gathering.barrier, to))
-                 : "memory");
+    send(address_at(&gathering.states[rank][g], to), address_at(&gathering.barrier, to), float2{peak, sum});
   }
   wait_barrier_of_cluster(&gathering.barrier, 0);
   const int64_t head = static_cast<int64_t>(sequence) * a.num_heads + first;

@@ -1,7 +1,7 @@
 // Products by a warpgroup, four warps, from shared memory: 64 rows by N columns by 16, FP32 sums in registers.
 //
 // Both operands lie as rows of 64 elements (128 bytes), whose 16-byte pieces are permuted among eight rows as the
-// tensor copies of tensor_map.h put them. A lane has, of the sum's columns 8 j + 2 * (lane % 4) and the next one, d[4
+// copies of tensor_map.cuh put them. A lane has, of the sum's columns 8 j + 2 * (lane % 4) and the next one, d[4
 // j] and d[4 j + 1] for row lane / 4 of its warp's 16, d[4 j + 2] and d[4 j + 3] for the row 8 further.
 //
 // For sm_90a alone; elsewhere the functions do nothing, and the host launches none of their kernels.
