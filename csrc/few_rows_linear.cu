@@ -31,7 +31,7 @@ constexpr int kWidest = 4096;
 constexpr int kMostSteps = kWidest / kStepWidth / kWarps, kMostSums = kWidest / 8 / 32;
 
 // From the sums of squares of a row's parts.
-__device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums], const FewRowsLinear& p) {
+__device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums], const FusedLinear& p) {
   float sum = 0.0f;
   for (int i = 0; i < (p.in_features / 8 + 31) / 32; ++i) sum += squares[i];
   return rsqrtf(fmaf(sum, p.inverse_width, p.eps));
@@ -39,7 +39,7 @@ __device__ __forceinline__ float inverse_norm(const float (&squares)[kMostSums],
 
 // HALVES: 16 rows of the weight a tile, or 8 (one half; the other half of the matrix tile is zero).
 template <typename T, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
-__global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 : 4) few_rows_linear(FewRowsLinear p) {
+__global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 : 4) few_rows_linear(FusedLinear p) {
   constexpr bool kNorm = PROLOGUE == Prologue::kRmsNorm, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
   // The range of FP16 may not hold a row that is not normalised yet: there the sums are known before the product.
   constexpr bool kNormFirst = kNorm && std::is_same_v<T, __half>;
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 :
   const int outputs = kSwiglu ? p.out_features / 2 : p.out_features;
   const int tiles = (outputs + kTile - 1) / kTile, steps = p.in_features / kStepWidth;
   const int row_bytes = p.in_features * static_cast<int>(sizeof(T)), pitch = row_bytes + kPadding;
-  const int blocks = gridDim.x;
+  const int blocks = gridDim.x, rows = static_cast<int>(p.rows);
   const bool twice = blocks < tiles;  // memory for two tiles: one is asked for while the other is multiplied
-  char* const ring = storage + (kNorm ? p.rows * pitch : 0);  // behind the rows of x
+  char* const ring = storage + (kNorm ? rows * pitch : 0);  // behind the rows of x
 
   // The first warp asks for a tile, a row a lane. In place of rows beyond the weight's it gets the last one.
   const auto ask = [&](int tile, int stage) {
@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 :
     for (int i = 0; i < kMostSteps; ++i) {
       const int step = warp + i * kWarps;
       const T* from = static_cast<const T*>(p.x) + group * p.x_stride + step * kStepWidth + quad * 8;
-      if (step < steps) column[i] = group < p.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+      if (step < steps) column[i] = group < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
     }
   } else {
     // Packs of a row, with some that are not there so that a warp never has two rows.
-    const int packs = p.in_features / 8, sums = (packs + 31) / 32, items = p.rows * sums * 32;
+    const int packs = p.in_features / 8, sums = (packs + 31) / 32, items = rows * sums * 32;
     const auto scale_of = [&](int pack) {
       return pack < packs ? load(static_cast<const Pack8*>(p.norm_weight) + pack) : Pack8{};
     };
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 :
 #pragma unroll 2
       for (int step = warp; step < steps; step += kWarps) {
         const char* at = storage + group * pitch + (step * kStepWidth + quad * 8) * sizeof(T);
-        add_step(step, group < p.rows ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0});
+        add_step(step, group < rows ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0});
       }
     } else {
 #pragma unroll
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 :
     __syncthreads();
     if (warp == 0 && tile + 2 * blocks < tiles) ask(tile + 2 * blocks, stage);
     // One thread an output: neighbouring threads neighbouring outputs of one row of x.
-    for (int place = threadIdx.x; place < kTile * p.rows; place += kWarps * 32) {
+    for (int place = threadIdx.x; place < kTile * rows; place += kWarps * 32) {
       const int row = place / kTile, output = place % kTile, feature = tile * kTile + output;
       if (feature < outputs) {
         const float factor = kNorm && !kNormFirst ? inverse_norm(squares[row], p) : 1.0f;
@@ -204,13 +204,13 @@ __global__ void __launch_bounds__(kWarps * 32, PROLOGUE == Prologue::kNone ? 2 :
 }
 
 template <typename T, int HALVES, Prologue PROLOGUE, Epilogue EPILOGUE>
-void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
+void launch_shaped(const FusedLinear& p, cudaStream_t stream) {
   constexpr int kTile = EPILOGUE == Epilogue::kSwiglu ? 8 : 8 * HALVES;
   const int outputs = EPILOGUE == Epilogue::kSwiglu ? p.out_features / 2 : p.out_features;
   const int tiles = (outputs + kTile - 1) / kTile, places = card().multiprocessors;
   const int row = p.in_features * static_cast<int>(sizeof(T)) + kPadding;
   const auto bytes = [&](int stages) {
-    return (8 * HALVES * stages + (PROLOGUE == Prologue::kRmsNorm ? p.rows : 0)) * row;
+    return (8 * HALVES * stages + (PROLOGUE == Prologue::kRmsNorm ? static_cast<int>(p.rows) : 0)) * row;
   };
   // One tile a block while all blocks run at once; else as many blocks as do with memory for two tiles each.
   const auto at_once = [&](int stages) {
@@ -223,12 +223,12 @@ void launch_shaped(const FewRowsLinear& p, cudaStream_t stream) {
 }
 
 // 8-row tiles where 16-row ones would leave multiprocessors without work, or take too much memory.
-bool takes_small_tiles(const FewRowsLinear& p) {
+bool takes_small_tiles(const FusedLinear& p) {
   return p.out_features < 16 * card().multiprocessors || p.in_features > 2048;
 }
 
 template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE>
-void launch_for_width(const FewRowsLinear& p, cudaStream_t stream) {
+void launch_for_width(const FusedLinear& p, cudaStream_t stream) {
   if constexpr (EPILOGUE != Epilogue::kSwiglu) {
     if (takes_small_tiles(p)) {
       return launch_shaped<T, 1, PROLOGUE, EPILOGUE>(p, stream);
@@ -238,7 +238,7 @@ void launch_for_width(const FewRowsLinear& p, cudaStream_t stream) {
 }
 
 template <typename T>
-void launch_typed(const FewRowsLinear& p, cudaStream_t stream) {
+void launch_typed(const FusedLinear& p, cudaStream_t stream) {
   if (p.prologue == Prologue::kRmsNorm) {
     if (p.epilogue == Epilogue::kSwiglu) return launch_for_width<T, Prologue::kRmsNorm, Epilogue::kSwiglu>(p, stream);
     return launch_for_width<T, Prologue::kRmsNorm, Epilogue::kStore>(p, stream);
@@ -249,7 +249,7 @@ void launch_typed(const FewRowsLinear& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool takes_few_rows(const FewRowsLinear& p) {
+bool takes_few_rows(const FusedLinear& p) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   // Two tiles, and x where there is a norm, must fit a block.
   const bool small = p.epilogue != Epilogue::kSwiglu && takes_small_tiles(p);
@@ -257,11 +257,11 @@ bool takes_few_rows(const FewRowsLinear& p) {
   const int bytes = rows * (p.in_features * 2 + kPadding) + kOwnShared;
   return p.dtype != Dtype::kFloat32 && p.rows >= 1 && p.rows <= kFewRows && p.in_features % kStepWidth == 0 &&
          p.in_features >= kStepWidth && p.in_features <= kWidest && bytes <= card().block_shared &&
-         p.out_features > 0 && p.x_stride % 8 == 0 && p.weight != nullptr && aligned(p.weight) && aligned(p.x) &&
+         p.out_features > 0 && p.x_stride % 8 == 0 && p.contiguous && aligned(p.weight) && aligned(p.x) &&
          aligned(p.norm_weight) && card().major >= 9;
 }
 
-void launch_few_rows_linear(const FewRowsLinear& p, cudaStream_t stream) {
+void launch_few_rows_linear(const FusedLinear& p, cudaStream_t stream) {
   if (p.dtype == Dtype::kFloat16) return launch_typed<__half>(p, stream);
   launch_typed<__nv_bfloat16>(p, stream);
 }

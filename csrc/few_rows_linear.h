@@ -1,41 +1,15 @@
 // Matrix products of few rows with a large weight: what decoding at small batch is made of.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <stdint.h>
-
-#include "common/types.h"
+#include "fused_linear.h"
 
 namespace rooflight {
-
-enum class Prologue { kNone, kRmsNorm };
-enum class Epilogue { kStore, kAdd, kSwiglu };
-
-// y = f(x) @ weight^T + bias with x (rows, in_features), weight (out_features, in_features).
-//
-// kRmsNorm: f(x) = rms_norm(x) * norm_weight. kAdd: y is added to what out holds. kSwiglu: out = silu(first half of y)
-// * second half. The weight, and nothing else, is read before earlier kernels of an overlapped launch have ended.
-struct FewRowsLinear {
-  const void* weight = nullptr;
-  int in_features = 0, out_features = 0;  // of the weight
-  const void* x = nullptr;
-  int64_t x_stride = 0;
-  const void* norm_weight = nullptr;  // of the data's dtype
-  void* out = nullptr;
-  int64_t out_stride = 0;
-  const void* bias = nullptr;
-  float eps = 0.0f, inverse_width = 0.0f;
-  int rows = 0;
-  Dtype dtype = Dtype::kBFloat16;
-  Prologue prologue = Prologue::kNone;
-  Epilogue epilogue = Epilogue::kStore;
-};
 
 constexpr int kFewRows = 8;  // columns of a tensor-core tile
 
 // Whether the kernel takes this product: half types, aligned to 16 bytes, in_features a multiple of 32 that fits a
 // block's registers.
-bool takes_few_rows(const FewRowsLinear& product);
-void launch_few_rows_linear(const FewRowsLinear& product, cudaStream_t stream);
+bool takes_few_rows(const FusedLinear& product);
+void launch_few_rows_linear(const FusedLinear& product, cudaStream_t stream);
 
 }  // namespace rooflight

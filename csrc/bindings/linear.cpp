@@ -29,8 +29,8 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
 }
 
 // Checks of x (..., in_features), weight (out_features, in_features) and bias (out_features,).
-FewRowsLinear checked(const Operand& x, const Operand& weight, const std::optional<Tensor>& bias_tensor) {
-  FewRowsLinear p;
+FusedLinear checked(const Operand& x, const Operand& weight, const std::optional<Tensor>& bias_tensor) {
+  FusedLinear p;
   p.dtype = x.check_values();
   weight.check_shape({-1, x.last_size()});
   weight.check_same_dtype(x);
@@ -41,21 +41,20 @@ FewRowsLinear checked(const Operand& x, const Operand& weight, const std::option
     bias.check_same_dtype(x);
     bias.check_same_device(x);
     p.bias = bias.data();
-    if (!bias.is_contiguous()) p.rows = kFewRows + 1;
+    p.contiguous = bias.is_contiguous();
   }
   const Rows rows = x.as_rows();
   p.x = rows.data;
   p.x_stride = rows.stride;
-  p.weight = weight.is_contiguous() ? weight.data() : nullptr;  // others are PyTorch's business
+  p.weight = weight.data();
+  p.contiguous = p.contiguous && weight.is_contiguous();
   p.in_features = static_cast<int>(x.last_size());
   p.out_features = static_cast<int>(weight.sizes()[0]);
-  const int64_t many = p.in_features > 0 ? x.numel() / p.in_features : 0;
-  if (many <= kFewRows && p.rows == 0) p.rows = static_cast<int>(many);
-  if (many > kFewRows) p.rows = kFewRows + 1;  // not taken
+  p.rows = p.in_features > 0 ? x.numel() / p.in_features : 0;
   return p;
 }
 
-void check_norm(FewRowsLinear& p, const Operand& x, const Operand& norm_weight, double eps) {
+void check_norm(FusedLinear& p, const Operand& x, const Operand& norm_weight, double eps) {
   norm_weight.check_same_dtype(x);
   norm_weight.check_weight(x);
   if (!(eps >= 0)) fail("eps", "be zero or more", std::to_string(eps));
@@ -65,7 +64,7 @@ void check_norm(FewRowsLinear& p, const Operand& x, const Operand& norm_weight, 
   p.inverse_width = p.in_features > 0 ? 1.0f / static_cast<float>(p.in_features) : 0.0f;
 }
 
-Tensor normed(const Operand& x, const FewRowsLinear& p) {
+Tensor normed(const Operand& x, const FusedLinear& p) {
   Tensor out = empty_like(x);
   RmsNorm norm;
   norm.dtype = norm.weight_dtype = p.dtype;
@@ -73,7 +72,7 @@ Tensor normed(const Operand& x, const FewRowsLinear& p) {
   norm.weight = p.norm_weight;
   norm.out = contiguous_rows(out, p.in_features);
   norm.width = p.in_features;
-  norm.rows = p.in_features > 0 ? x.numel() / p.in_features : 0;
+  norm.rows = p.rows;
   norm.inverse_width = p.inverse_width;
   norm.eps = p.eps;
   launch_rms_norm(norm, current_stream(x.device()));
@@ -83,7 +82,7 @@ Tensor normed(const Operand& x, const FewRowsLinear& p) {
 Tensor rms_norm_linear(const Tensor& x_tensor, const Tensor& norm_tensor, const Tensor& weight_tensor,
                        const std::optional<Tensor>& bias, double eps) {
   const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
-  FewRowsLinear p = checked(x, weight, bias);
+  FusedLinear p = checked(x, weight, bias);
   check_norm(p, x, norm_weight, eps);
   const DeviceGuard guard(x.device());
   if (!takes_few_rows(p)) return call("aten::linear", "", normed(x, p), weight_tensor, bias);
@@ -131,7 +130,7 @@ void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& we
   for (int64_t i = 0; same && i + 1 < x.dim(); ++i) same = residual.sizes()[i] == x.sizes()[i];
   if (!same) fail("x", "have the leading dimensions of residual, " + residual.shape_name(), x.shape_name());
   weight.check_shape({residual.last_size(), x.last_size()});
-  FewRowsLinear p = checked(x, weight, bias);
+  FusedLinear p = checked(x, weight, bias);
   residual.check_not_expanded();
   if (residual.data() == x.data() && x.numel() > 0)
     fail("residual", "not be x, which is read meanwhile", "the same memory");
@@ -171,7 +170,7 @@ Tensor silu_and_mul(const Tensor& x_tensor) {
 Tensor rms_norm_swiglu(const Tensor& x_tensor, const Tensor& norm_tensor, const Tensor& weight_tensor,
                        const std::optional<Tensor>& bias, double eps) {
   const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
-  FewRowsLinear p = checked(x, weight, bias);
+  FusedLinear p = checked(x, weight, bias);
   check_norm(p, x, norm_weight, eps);
   if (p.out_features % 2 != 0) {
     fail("weight", "have an even number of rows (gate and up)", std::to_string(p.out_features));

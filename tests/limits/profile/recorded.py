@@ -12,7 +12,7 @@ from rooflight.models.config import ModelConfig
 
 FEW = (
     "void rooflight::(anonymous namespace)::few_rows_linear<__nv_bfloat16, 8, 2, (rooflight::Prologue){}, "
-    "(rooflight::Epilogue){}>(rooflight::FewRowsLinear)"
+    "(rooflight::Epilogue){}>(rooflight::FusedLinear)"
 )
 SAMPLER = ("_best_of_chunks", "_weigh_chunks", "_gather", "_draw")
 NORM = "void rooflight::(anonymous namespace)::rms_norm_in_registers<__nv_bfloat16, __nv_bfloat16>(rooflight::RmsNorm)"
