@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 from rooflight.kernels import library
 from rooflight.ops import REGISTRY, Make, rms_norm, rms_norm_backward
+from tests.kernels.graph_nodes import PROGRAMMATIC, edge_types, shared_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,52 +17,6 @@ pytestmark = [
         reason="launches overlap from compute capability 9 on",
     ),
 ]
-PROGRAMMATIC = 1  # CUgraphDependencyType
-
-
-class EdgeData(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")] + [
-        ("reserved", ctypes.c_ubyte * 5)
-    ]
-
-
-def edge_types(graph: torch.cuda.CUDAGraph) -> list[int]:
-    """Of every edge of a captured graph, sorted."""
-    get = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
-    handle = ctypes.c_void_p(graph.raw_cuda_graph())
-    count = ctypes.c_size_t()
-    assert get(handle, None, None, None, ctypes.byref(count)) == 0
-    if count.value == 0:
-        return []
-    ends = [(ctypes.c_void_p * count.value)() for _ in range(2)]
-    data = (EdgeData * count.value)()
-    assert get(handle, *ends, data, ctypes.byref(count)) == 0
-    return sorted(edge.type for edge in data)
-
-
-class KernelNode(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS"""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        *((name, ctypes.c_void_p) for name in ("parameters", "extra", "kernel", "context")),
-    ]
-
-
-def shared_bytes(graph: torch.cuda.CUDAGraph) -> list[int]:
-    """Dynamic shared memory of every kernel of a captured graph, sorted."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
-    nodes = (ctypes.c_void_p * count.value)()
-    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
-    found = [KernelNode() for _ in nodes]
-    for node, into in zip(nodes, found, strict=True):
-        assert driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(into)) == 0
-    return sorted(node.shared_bytes for node in found)
 
 
 def captured(x: torch.Tensor, *steps: str) -> torch.cuda.CUDAGraph:
