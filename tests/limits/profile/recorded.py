@@ -14,6 +14,10 @@ FEW = (
     "void rooflight::(anonymous namespace)::few_rows_linear<__nv_bfloat16, 8, 2, (rooflight::Prologue){}, "
     "(rooflight::Epilogue){}>(rooflight::FusedLinear)"
 )
+SKINNY = (
+    "void rooflight::(anonymous namespace)::skinny_linear<__nv_bfloat16, (rooflight::Epilogue){}, 8>"
+    "(rooflight::FusedLinear, rooflight::(anonymous namespace)::Operands)"
+)
 SAMPLER = ("_best_of_chunks", "_weigh_chunks", "_gather", "_draw")
 NORM = "void rooflight::(anonymous namespace)::rms_norm_in_registers<__nv_bfloat16, __nv_bfloat16>(rooflight::RmsNorm)"
 GATE = "void rooflight::(anonymous namespace)::silu_and_mul<__nv_bfloat16, 8>(rooflight::SiluAndMul)"
@@ -53,6 +57,12 @@ MANY_ROWS = {
     "rms_norm_linear": (NORM, NVJET),
     "rms_norm_swiglu": (NORM, NVJET, GATE),
     "linear_add_": (NVJET, SPLIT),
+}
+SOME_ROWS = {
+    **FEW_ROWS,
+    "rms_norm_linear": (NORM, SKINNY.format(0)),
+    "rms_norm_swiglu": (NORM, SKINNY.format(2)),
+    "linear_add_": (SKINNY.format(1),),
 }
 TWO_KERNELS = {**FEW_ROWS, "qk_norm_rope_attention_": (FLOAT, ROPE, RING)}  # where one does not take the layout
 

@@ -16,7 +16,9 @@ QWEN = load_config("random:qwen3-0.6b")
 
 @pytest.mark.parametrize(("phase", "steps"), [("decode", 1), ("decode", 8), ("prefill", 1)])
 @pytest.mark.parametrize(
-    "kernels", [recorded.FEW_ROWS, recorded.MANY_ROWS, recorded.TWO_KERNELS], ids=["few", "many", "two"]
+    "kernels",
+    [recorded.FEW_ROWS, recorded.SOME_ROWS, recorded.MANY_ROWS, recorded.TWO_KERNELS],
+    ids=["few", "some", "many", "two"],
 )
 def test_every_kernel_of_a_launch_is_given_to_its_call(
     phase: str, kernels: dict[str, tuple[str, ...]], steps: int
@@ -68,6 +70,9 @@ def test_calls_without_kernels_are_passed() -> None:
         (recorded.FEW.format(1, 2), "norm gate product"),
         (recorded.FEW.format(0, 1), "product sum"),
         (recorded.FEW.format(0, 0), "product"),
+        (recorded.SKINNY.format(0), "product"),
+        (recorded.SKINNY.format(1), "product sum"),
+        (recorded.SKINNY.format(2), "gate product"),
         (recorded.NVJET, "product"),
         (recorded.SPLIT, "sum of parts"),
         (recorded.NORM, "norm"),

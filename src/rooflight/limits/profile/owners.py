@@ -21,7 +21,8 @@ _KINDS = (
     ("", r"^Memset"),  # libraries clear their workspaces anywhere
     ("norm product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)0"),
     ("norm gate product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)2"),
-    ("product sum", r"few_rows_linear<.*Prologue\)0.*Epilogue\)1"),
+    ("product sum", r"few_rows_linear<.*Prologue\)0.*Epilogue\)1|skinny_linear<.*Epilogue\)1"),
+    ("gate product", r"skinny_linear<.*Epilogue\)2"),
     ("advance", r"advance_decode"),
     ("rope", r"rope_cache|_rope|^rope"),
     ("attention", r"decode_attention|prefill_attention|attention|attn|fmha|^_(?:prefill|decode|merge)(?:_|$)"),
@@ -29,7 +30,7 @@ _KINDS = (
     ("gate", r"silu|swiglu"),
     ("norm", r"rms_norm|_norm"),
     ("sum of parts", r"split_?[kK]"),
-    ("product", r"few_rows_linear|nvjet|gemm|gemv|cutlass|cublas"),
+    ("product", r"few_rows_linear|skinny_linear|nvjet|gemm|gemv|cutlass|cublas"),
     ("upload", r"^Memcpy HtoD"),
     ("download", r"^Memcpy DtoH"),
     ("gather", r"index|gather|scatter|embedding"),
@@ -41,7 +42,7 @@ _TORCH = ("gather", "copy", "other")  # what compositions of PyTorch operators l
 # By operator: kinds of its first kernel, and of those behind it.
 _LAUNCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rms_norm_linear": (("norm product", "norm"), ("product", "sum of parts")),
-    "rms_norm_swiglu": (("norm gate product", "norm"), ("product", "sum of parts", "gate")),
+    "rms_norm_swiglu": (("norm gate product", "norm"), ("gate product", "product", "sum of parts", "gate")),
     "linear_add_": (("product sum", "product"), ("sum of parts", "copy", "other")),
     "linear": (("product",), ("sum of parts",)),
     "rms_norm": (("norm",), ()),
