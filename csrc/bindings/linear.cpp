@@ -1,7 +1,7 @@
 // Matrix products with what stands before and after them, and SwiGLU's element-wise half, as PyTorch operators.
 //
-// For few rows (decoding at small batch) one kernel of ours does all. Otherwise the product is PyTorch's, which takes
-// it to cuBLAS, with our kernels around it.
+// For few rows (decoding at small batch) one kernel of ours does all. For some more, a norm in front is a kernel of its
+// own. Otherwise the product is PyTorch's, which takes it to cuBLAS, with our kernels around it.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -13,6 +13,7 @@
 #include "few_rows_linear.h"
 #include "rms_norm.h"
 #include "silu_and_mul.h"
+#include "skinny_linear.h"
 
 namespace rooflight {
 namespace {
@@ -79,18 +80,35 @@ Tensor normed(const Operand& x, const FusedLinear& p) {
   return out;
 }
 
+// What is left of a product when `rows` is its x with the norm done.
+FusedLinear behind_norm(FusedLinear p, const Tensor& rows) {
+  p.prologue = Prologue::kNone;
+  p.norm_weight = nullptr;
+  p.x = rows.data_ptr();
+  p.x_stride = p.in_features;
+  return p;
+}
+
+// What a kernel of ours makes of it.
+Tensor launched(FusedLinear p, const Operand& x, void (*launch)(const FusedLinear&, cudaStream_t)) {
+  p.out_stride = p.epilogue == Epilogue::kSwiglu ? p.out_features / 2 : p.out_features;
+  Tensor out = empty_rows(x, p.out_stride);
+  p.out = out.data_ptr();
+  launch(p, current_stream(x.device()));
+  return out;
+}
+
 Tensor rms_norm_linear(const Tensor& x_tensor, const Tensor& norm_tensor, const Tensor& weight_tensor,
                        const std::optional<Tensor>& bias, double eps) {
   const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
   FusedLinear p = checked(x, weight, bias);
   check_norm(p, x, norm_weight, eps);
   const DeviceGuard guard(x.device());
-  if (!takes_few_rows(p)) return call("aten::linear", "", normed(x, p), weight_tensor, bias);
-  Tensor out = empty_rows(x, p.out_features);
-  p.out = out.data_ptr();
-  p.out_stride = p.out_features;
-  launch_few_rows_linear(p, current_stream(x.device()));
-  return out;
+  if (takes_few_rows(p)) return launched(p, x, launch_few_rows_linear);
+  const Tensor rows = normed(x, p);
+  const FusedLinear product = behind_norm(p, rows);
+  if (takes_skinny(product)) return launched(product, x, launch_skinny_linear);
+  return call("aten::linear", "", rows, weight_tensor, bias);
 }
 
 // The tensor's rows as a matrix on the same memory.
@@ -136,14 +154,12 @@ void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& we
     fail("residual", "not be x, which is read meanwhile", "the same memory");
   const Rows rows = residual.as_rows();
   const DeviceGuard guard(x.device());
-  if (!takes_few_rows(p)) {
-    add_product(residual, residual_tensor, x, x_tensor, weight_tensor, bias);
-    return;
-  }
   p.epilogue = Epilogue::kAdd;
   p.out = rows.data;
   p.out_stride = rows.stride;
-  launch_few_rows_linear(p, current_stream(x.device()));
+  if (takes_few_rows(p)) return launch_few_rows_linear(p, current_stream(x.device()));
+  if (takes_skinny(p)) return launch_skinny_linear(p, current_stream(x.device()));
+  add_product(residual, residual_tensor, x, x_tensor, weight_tensor, bias);
 }
 
 Tensor silu_and_mul_of(const Operand& x) {
@@ -177,15 +193,12 @@ Tensor rms_norm_swiglu(const Tensor& x_tensor, const Tensor& norm_tensor, const 
   }
   const DeviceGuard guard(x.device());
   p.epilogue = Epilogue::kSwiglu;
-  if (!takes_few_rows(p)) {
-    const Tensor product = call("aten::linear", "", normed(x, p), weight_tensor, bias);
-    return silu_and_mul_of(Operand("x", product));
-  }
-  Tensor out = empty_rows(x, p.out_features / 2);
-  p.out = out.data_ptr();
-  p.out_stride = p.out_features / 2;
-  launch_few_rows_linear(p, current_stream(x.device()));
-  return out;
+  if (takes_few_rows(p)) return launched(p, x, launch_few_rows_linear);
+  const Tensor rows = normed(x, p);
+  const FusedLinear product = behind_norm(p, rows);
+  if (takes_skinny(product)) return launched(product, x, launch_skinny_linear);
+  const Tensor both = call("aten::linear", "", rows, weight_tensor, bias);
+  return silu_and_mul_of(Operand("x", both));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {

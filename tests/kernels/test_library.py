@@ -52,6 +52,7 @@ BLOCKS = {
     "qk_norm_rope_cache.cu": 128,
     "rope.cu": 256,
     "silu_and_mul.cu": 256,
+    "skinny_linear.cu": 160,
 }
 
 

@@ -6,7 +6,8 @@
 
 FP32 between the matrix unit and the one rounding at the end; what the matrix unit multiplies has the inputs' dtype. At
 a few rows a product is the way of its weight from memory, and a norm or a sum that is a launch of its own costs as
-much as a tenth of it: these save the launches. At many rows they are the parts one after the other.
+much as a tenth of it: these save the launches. At some tens of rows the norm is one, and at many rows they are the
+parts one after the other.
 """
 
 from __future__ import annotations
@@ -218,10 +219,14 @@ def _bias(make: Make, size: int, wanted: bool) -> torch.Tensor | None:
     return make.randn(size, salt=2) if wanted else None
 
 
-# Up to eight rows are one tile of a kernel; widths that are no multiple of 32 are not the kernel's.
-_SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(n % 2)} for n in (0, 1, 8, 33)] + [
+# Up to eight rows are one tile of a kernel, and up to 64 of another. Widths that are no multiple of 32 are not the
+# first one's; those that are none of 8, and outputs that are none of 16, not the second one's.
+_SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(n % 2)} for n in (0, 1, 8, 33, 65)] + [
     {"num_tokens": n, "in_features": i, "out_features": o}
-    for n, i, o in ((3, 255, 34), (5, 769, 6), (2, 1024, 70), (7, 3072, 18), (1, 96, 1000), (4, 2048, 10))
+    for n, i, o in (
+        *((3, 255, 34), (5, 769, 6), (2, 1024, 70), (7, 3072, 18), (1, 96, 1000), (4, 2048, 10)),
+        *((9, 200, 80), (16, 1096, 176), (20, 255, 34), (64, 264, 1008)),
+    )
 ]
 
 

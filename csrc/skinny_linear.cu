@@ -1,0 +1,257 @@
+// 9 to 64 rows times a large weight, with the epilogue after it in the same kernel, on Hopper's warpgroup products.
+//
+//   y = x @ weight^T + bias;   then store, add to out, or silu(gate) * up
+//
+// With so few rows a product is the weight's way from memory, and the rows' way to every multiprocessor. So the
+// weight's rows are the left operand's, and the rows of x, called tokens here, its 64 columns, whether there are so
+// many or not. One lane asks for both, 64 of the depth at a step: for the first steps' weights before earlier kernels
+// have ended, since they depend on none.
+//
+// Where there are fewer tiles than multiprocessors, a cluster of blocks shares a tile's depth. Each block has some of
+// the tokens for its own: the others send it their sums of these, into memory kept for that, and it adds all in the
+// order of the blocks.
+#include "skinny_linear.h"
+
+#include "common/cluster.cuh"
+#include "common/launch.cuh"
+#include "common/tensor_map.cuh"
+#include "common/wgmma.cuh"
+#include "few_rows_linear.h"
+
+namespace rooflight {
+namespace {
+
+constexpr int kTile = 64;                            // rows of the weight: a warpgroup's
+constexpr int kTokens = 64, kColumns = kTokens / 8;  // of the products; a lane's sums go by columns of 8 tokens
+constexpr int kThreads = 128;                        // that multiply; one more warp asks for what they multiply
+constexpr int kStages = 6;                           // steps in memory
+constexpr int kStepBytes = (kTile + kTokens) * 2 * kBoxWidth;
+
+struct Memory {
+  char weight[kStages][kTile * 2 * kBoxWidth], x[kStages][kTokens * 2 * kBoxWidth];  // at multiples of 1024 bytes
+  float4 parts[kColumns * kThreads];  // sums that came: [block][column of this block's][thread]
+  uint64_t full[kStages], empty[kStages], gathered;
+};
+static_assert(2 * (sizeof(Memory) + 1024) <= 228 * 1024, "two blocks of a multiprocessor");
+
+struct Operands {
+  CUtensorMap weight, x;
+};
+
+// Without branches, so that a lane's outputs go side by side. The quick division takes no divisor above 2^126: it gets
+// quarters.
+__device__ __forceinline__ float silu(float x) {
+  return __fdividef(0.25f * x, fmaf(0.25f, __expf(-x), 0.25f));
+}
+
+// SPLITS: blocks of a tile, a cluster along x.
+template <typename T, Epilogue EPILOGUE, int SPLITS>
+__global__ void __launch_bounds__(kThreads + 32)
+    skinny_linear(FusedLinear p, const __grid_constant__ Operands operands) {
+  constexpr bool kAdd = EPILOGUE == Epilogue::kAdd, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
+  constexpr int kShare = kColumns / SPLITS;  // columns that are a block's own
+  extern __shared__ __align__(1024) char storage[];
+  Memory& memory = *reinterpret_cast<Memory*>(storage);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS;
+  const int steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
+  const int begin = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - begin;
+  // Columns with tokens: of all, and of this block's own.
+  const int rows = static_cast<int>(p.rows), columns = (rows + 7) / 8;
+  const int owned = min(max(columns - rank * kShare, 0), kShare);
+
+  const auto ask_weight = [&](int step) {
+    uint64_t* full = &memory.full[step % kStages];
+    expect_bytes(full, kStepBytes);
+    copy_box(memory.weight[step % kStages], &operands.weight, (begin + step) * kBoxWidth, 0, 0, tile * (kTile / 16),
+             full);
+  };
+  const auto ask_x = [&](int step) {
+    copy_box(memory.x[step % kStages], &operands.x, (begin + step) * kBoxWidth, 0, 0, 0, &memory.full[step % kStages]);
+  };
+  const int early = min(kStages, count);
+  if (threadIdx.x == kThreads) {
+    fetch_map(&operands.weight);
+    fetch_map(&operands.x);
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&memory.full[stage]);
+      init_barrier(&memory.empty[stage], kThreads / 32);
+    }
+    init_barrier(&memory.gathered);
+    fence_barriers();
+    if (SPLITS > 1) expect_bytes(&memory.gathered, SPLITS * owned * kThreads * sizeof(float4));
+    for (int step = 0; step < early; ++step) ask_weight(step);
+  }
+  __syncthreads();  // the barriers are there
+  if constexpr (SPLITS > 1) arrive_in_cluster();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+
+  if (warp == kThreads / 32) {
+    if (lane == 0) {
+      for (int step = 0; step < early; ++step) ask_x(step);
+#pragma unroll 1
+      for (int step = kStages; step < count; ++step) {
+        wait_barrier(&memory.empty[step % kStages], (step / kStages - 1) & 1);
+        ask_weight(step);
+        ask_x(step);
+      }
+    }
+    __syncwarp();
+    if constexpr (SPLITS > 1) wait_for_cluster();
+    return;
+  }
+
+  // Of a column a lane has four sums: of two tokens, one behind the other, for each of two rows of the weight, which
+  // are 8 apart, or gate and up of one output. What they become begins at `out`, in the first column of the block's
+  // own; `left`: tokens from there on.
+  const int outputs = kSwiglu ? p.out_features / 2 : p.out_features;
+  const int feature = (tile * kTile + warp * 16) / (kSwiglu ? 2 : 1) + lane / 4;
+  const int token = rank * kShare * 8 + lane % 4 * 2, left = feature < outputs ? rows - token : 0;
+  T* const out = static_cast<T*>(p.out) + token * p.out_stride + feature;
+  const auto place_of = [&](int j, int i) { return out + (8 * j + i % 2) * p.out_stride + i / 2 * 8; };
+  const auto is_there = [&](int j, int i) { return 8 * j + i % 2 < left; };
+
+  // Asked for now, so that nobody waits for them behind the products.
+  T bias[2] = {}, held[kShare][4] = {};
+  if (p.bias != nullptr && feature < outputs) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bias[i] = static_cast<const T*>(p.bias)[feature + i * (kSwiglu ? outputs : 8)];
+  }
+  if constexpr (kAdd) {
+#pragma unroll
+    for (int j = 0; j < kShare; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (is_there(j, i)) held[j][i] = *place_of(j, i);
+      }
+    }
+  }
+
+  float sums[kColumns * 4] = {};
+#pragma unroll 1
+  for (int step = 0; step < count; ++step) {
+    const int stage = step % kStages;
+    wait_barrier(&memory.full[stage], step / kStages & 1);
+    const GroupOperand a = operand_at(shared_address(memory.weight[stage]), 1024);
+    const GroupOperand b = operand_at(shared_address(memory.x[stage]), 1024);
+    settle(sums);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kBoxWidth; i += kGroupDepth) multiply_group<T, true>(sums, a + 2 * i, b + 2 * i);
+    commit_products();
+    wait_products<1>();  // those of the step before have read their memory
+    if (step > 0 && lane == 0) arrive(&memory.empty[(step - 1) % kStages]);
+  }
+  wait_products<0>();
+  settle(sums);
+
+  const auto sums_of = [&](int column) {
+    return float4{sums[4 * column], sums[4 * column + 1], sums[4 * column + 2], sums[4 * column + 3]};
+  };
+  const auto finish = [&](int j, const float4& sum) {
+    const float first = static_cast<float>(bias[0]), second = static_cast<float>(bias[1]);
+    const float values[4] = {sum.x + first, sum.y + first, sum.z + second, sum.w + second};
+#pragma unroll
+    for (int i = 0; i < (kSwiglu ? 2 : 4); ++i) {
+      float value = values[i];
+      if constexpr (kSwiglu) value = silu(value) * values[i + 2];
+      if constexpr (kAdd) value += static_cast<float>(held[j][i]);
+      if (is_there(j, i)) *place_of(j, i) = static_cast<T>(value);
+    }
+  };
+  if constexpr (SPLITS == 1) {
+#pragma unroll
+    for (int j = 0; j < kShare; ++j) finish(j, sums_of(j));
+  } else {
+    wait_for_cluster();  // all barriers are there: long ago
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) {
+      if (column >= columns) break;
+      const int to = column / kShare, slot = rank * kShare + column % kShare;
+      send(address_at(&memory.parts[slot * kThreads + threadIdx.x], to), address_at(&memory.gathered, to),
+           sums_of(column));
+    }
+    wait_barrier_of_cluster(&memory.gathered, 0);
+#pragma unroll
+    for (int j = 0; j < kShare; ++j) {
+      if (j >= owned) break;
+      float4 sum = memory.parts[j * kThreads + threadIdx.x];
+#pragma unroll
+      for (int from = 1; from < SPLITS; ++from) {
+        const float4 part = memory.parts[(from * kShare + j) * kThreads + threadIdx.x];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      finish(j, sum);
+    }
+  }
+}
+
+int tiles_of(const FusedLinear& p) {
+  return (p.out_features + kTile - 1) / kTile;
+}
+
+// Blocks of a tile: doubled as long as most multiprocessors have one block and few have two, and each block has two
+// steps to do.
+int splits_of(const FusedLinear& p) {
+  constexpr int kMost = 8, kLeastSteps = 2;
+  const int tiles = tiles_of(p), steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
+  int splits = 1;
+  while (splits < kMost && 2 * (2 * splits * tiles) <= 3 * card().multiprocessors &&
+         steps / (2 * splits) >= kLeastSteps) {
+    splits *= 2;
+  }
+  return splits;
+}
+
+template <typename T, Epilogue EPILOGUE, int SPLITS>
+void launch_shaped(const FusedLinear& p, cudaStream_t stream) {
+  // Boxes of the weight are pairs of eight rows: neighbours, or eight of gate and eight of up.
+  const int64_t width = p.in_features, pairs = p.out_features / 16;
+  const bool swiglu = EPILOGUE == Epilogue::kSwiglu;
+  const int64_t other = (swiglu ? p.out_features / 2 : 8) * width, next = (swiglu ? 8 : 16) * width;
+  const Operands operands{
+      tensor_map<4>(p.dtype, p.weight, {width, 8, 2, pairs}, {width, other, next}, {kBoxWidth, 8, 2, kTile / 16}),
+      tensor_map<4>(p.dtype, p.x, {width, p.rows, 1, 1}, {p.x_stride, p.x_stride, p.x_stride},
+                    {kBoxWidth, kTokens, 1, 1})};
+  launch_cluster(skinny_linear<T, EPILOGUE, SPLITS>, dim3(tiles_of(p) * SPLITS), dim3(kThreads + 32), SPLITS, stream,
+                 Overlap::kBehindOurs, static_cast<int>(sizeof(Memory)), p, operands);
+}
+
+template <typename T, Epilogue EPILOGUE>
+void launch_typed(const FusedLinear& p, cudaStream_t stream) {
+  switch (splits_of(p)) {
+    case 1:
+      return launch_shaped<T, EPILOGUE, 1>(p, stream);
+    case 2:
+      return launch_shaped<T, EPILOGUE, 2>(p, stream);
+    case 4:
+      return launch_shaped<T, EPILOGUE, 4>(p, stream);
+    default:
+      return launch_shaped<T, EPILOGUE, 8>(p, stream);
+  }
+}
+
+template <typename T>
+void launch_for_epilogue(const FusedLinear& p, cudaStream_t stream) {
+  if (p.epilogue == Epilogue::kAdd) return launch_typed<T, Epilogue::kAdd>(p, stream);
+  if (p.epilogue == Epilogue::kSwiglu) return launch_typed<T, Epilogue::kSwiglu>(p, stream);
+  launch_typed<T, Epilogue::kStore>(p, stream);
+}
+
+}  // namespace
+
+bool takes_skinny(const FusedLinear& p) {
+  constexpr int kMostTiles = 1024;  // a bound without a measurement: a vocabulary's product stays PyTorch's
+  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  return p.dtype != Dtype::kFloat32 && p.prologue == Prologue::kNone && p.rows > kFewRows && p.rows <= kTokens &&
+         p.in_features > 0 && p.in_features % 8 == 0 && p.out_features > 0 && p.out_features % 16 == 0 &&
+         tiles_of(p) <= kMostTiles && p.x_stride >= p.in_features && p.x_stride % 8 == 0 && p.contiguous &&
+         aligned(p.weight) && aligned(p.x) && card().major == 9;
+}
+
+void launch_skinny_linear(const FusedLinear& p, cudaStream_t stream) {
+  if (p.dtype == Dtype::kFloat16) return launch_for_epilogue<__half>(p, stream);
+  launch_for_epilogue<__nv_bfloat16>(p, stream);
+}
+
+}  // namespace rooflight

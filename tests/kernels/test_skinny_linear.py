@@ -1,0 +1,265 @@
+"""The kernel for products of 9 to 64 rows: every epilogue, sizes that fill no tile, clusters of every size, graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rooflight import ops
+from rooflight.kernels import library
+from rooflight.ops import REGISTRY, Make
+from tests.contract.harness import (
+    Args,
+    Results,
+    Target,
+    assert_right,
+    copy_args,
+    expect,
+    odd_offset,
+    poisoned_memory,
+    replaced,
+    row_slice,
+    same_bits,
+    untouched,
+)
+from tests.kernels.graph_nodes import PROGRAMMATIC, edge_types, kernel_names
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(library.load() is not None, reason=f"no compiled kernels here: {library.load()}"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="warpgroup products are those of compute capability 9",
+    ),
+]
+NAMES = ("rms_norm_linear", "rms_norm_swiglu", "linear_add_")
+MOST = 64  # rows
+# in_features, out_features. On 132 multiprocessors a tile has 1, 2, 4, 8 and 8, 4, 2 and 1 blocks: first for the steps
+# of the depth that there are, then for the tiles. The last ones use memory again.
+SHAPES = [(72, 48), (200, 80), (520, 176), (1096, 48), (1096, 1008), (1096, 3088), (1160, 4112), (776, 6480)]
+every_name = pytest.mark.parametrize("name", NAMES)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def target(name: str) -> Target:
+    return Target(REGISTRY[name], "cuda", "cuda")
+
+
+def inputs(name: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], bias: bool = False) -> Args:
+    dims = {"num_tokens": rows, "in_features": shape[0], "out_features": shape[1], "bias": bias}
+    return REGISTRY[name].inputs(Make(dtype), **dims)
+
+
+def on_gpu(name: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], bias: bool = False) -> Args:
+    return copy_args(inputs(name, dtype, rows, shape, bias), "cuda")
+
+
+def of_rows(name: str, args: Args, rows: slice) -> Results:
+    """The operator on some rows; what it writes into is a copy."""
+    count = 2 if name == "linear_add_" else 1
+    own = [a[rows].clone() if index == 0 else a[rows] for index, a in enumerate(args[:count])]
+    return target(name).run((*own, *args[count:]))
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def blocks_of_a_tile(name: str, args: Args) -> int:
+    """How many of the kernel's blocks share a tile; 0 where it does not serve the call, which is made several times."""
+    graph = captured(lambda: target(name).run(args))
+    found = [re.search(r"skinny_linear.*Li(\d+)E", name) for name in kernel_names(graph)]
+    graph.reset()
+    sizes = [int(match[1]) for match in found if match]
+    assert len(sizes) <= 1
+    return sum(sizes)
+
+
+@every_name
+@both_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "bias"), [(9, True), (16, False), (33, True), (33, False), (64, True), (64, False), (65, True)]
+)
+def test_values(name: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], bias: bool) -> None:
+    args = inputs(name, dtype, rows, shape, bias)
+    used = copy_args(args, "cuda")
+    with poisoned_memory():
+        results = target(name).run(used)
+    assert_right(expect(REGISTRY[name], args), results)
+    untouched(REGISTRY[name], args, used)
+
+
+@every_name
+def test_which_calls_it_serves(name: str) -> None:
+    def served(rows: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> bool:
+        return blocks_of_a_tile(name, on_gpu(name, dtype, rows, shape)) > 0
+
+    assert [rows for rows in (1, 8, 9, 64, 65) if served(rows, (128, 96))] == [9, 64]
+    assert not served(16, (128, 96), torch.float32)
+    assert not served(16, (132, 96))  # rows that do not begin at multiples of 16 bytes
+    assert not served(16, (128, 88))
+    assert served(16, (8, 65536))
+    assert not served(16, (8, 65552))
+
+
+@every_name
+def test_clusters_of_every_size_are_tested(name: str) -> None:
+    assert {blocks_of_a_tile(name, on_gpu(name, torch.bfloat16, 16, shape)) for shape in SHAPES} == {1, 2, 4, 8}
+
+
+@every_name
+@both_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_among_others(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    args = on_gpu(name, dtype, MOST, shape, bias=True)
+    (together,) = of_rows(name, args, slice(None))
+    for rows in (slice(0, 9), slice(5, 30), slice(23, 64), slice(1, 64)):
+        (alone,) = of_rows(name, args, rows)
+        assert same_bits(alone, together[rows]), rows
+
+
+@every_name
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_runs_are_repeatable(name: str, shape: tuple[int, int]) -> None:
+    args = on_gpu(name, torch.bfloat16, 61, shape)
+    (first,) = of_rows(name, args, slice(None))
+    for _ in range(20):
+        assert same_bits(of_rows(name, args, slice(None))[0], first)
+
+
+def aligned_slice(value: torch.Tensor) -> torch.Tensor:
+    """Rows with a stride of their own that begin at multiples of 16 bytes, in a buffer of NaN."""
+    buffer = torch.full((len(value) + 64, value.shape[-1] + 24), float("nan"), dtype=value.dtype)
+    view = buffer[: len(value), 8 : 8 + value.shape[-1]]
+    view.copy_(value)
+    return view
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [9, 33, 64])
+def test_rows_with_a_stride(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """What lies beside the rows is neither read nor written; the residual may lie anywhere."""
+    op, args = REGISTRY["linear_add_"], inputs("linear_add_", dtype, rows, shape)
+    (plain,) = target(op.name).run_copy(args)
+    for spread in (aligned_slice, row_slice, odd_offset):
+        views = replaced(op, replaced(op, args, "x", aligned_slice(args[1])), "residual", spread(args[0]))
+        assert blocks_of_a_tile(op.name, copy_args(views, "cuda")) > 0
+        used = copy_args(views, "cuda")
+        (result,) = target(op.name).run(used)
+        assert same_bits(result, plain)
+        untouched(op, views, used)
+
+
+@every_name
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_lies_behind_the_operands_is_not_read(name: str, shape: tuple[int, int]) -> None:
+    """Tiles and steps reach beyond the weight, and the columns of the products beyond the rows."""
+    op = REGISTRY[name]
+    args = inputs(name, torch.bfloat16, 19, shape, bias=True)
+    expected = expect(op, args)
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            buffer = torch.full((value.numel() + 4096,), float("nan"), dtype=value.dtype)
+            view = buffer[: value.numel()].view(value.shape)
+            view.copy_(value)
+            args = (*args[:index], view, *args[index + 1 :])
+    used = copy_args(args, "cuda")
+    assert_right(expected, target(name).run(used))
+    untouched(op, args, used)
+
+
+@every_name
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_row_spoils_no_other(name: str, value: float) -> None:
+    args = on_gpu(name, torch.bfloat16, 33, (1096, 176))
+    (good,) = of_rows(name, args, slice(None))
+    args[1 if name == "linear_add_" else 0][7, 5] = value
+    (bad,) = of_rows(name, args, slice(None))
+    assert not bad[7].isfinite().any()
+    assert same_bits(bad[:7], good[:7])
+    assert same_bits(bad[8:], good[8:])
+
+
+def test_the_residual_beside_x_in_one_buffer() -> None:
+    """Rows of both alternate in memory; the same memory is refused."""
+    args = on_gpu("linear_add_", torch.bfloat16, 33, (264, 264))
+    (plain,) = of_rows("linear_add_", args, slice(None))
+    buffer = torch.cat((args[1], args[0]), 1)
+    x, residual = buffer[:, :264], buffer[:, 264:]
+    ops.linear_add_(residual, x, *args[2:], backend="cuda")
+    assert same_bits(residual, plain)
+    assert same_bits(x, args[1])
+    with pytest.raises(ValueError, match="residual must not be x, which is read meanwhile"):
+        ops.linear_add_(x, x, *args[2:], backend="cuda")
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+@every_name
+def test_weights_in_pieces_are_left_to_pytorch(name: str, which: str) -> None:
+    op, args = REGISTRY[name], inputs(name, torch.bfloat16, 16, (128, 96), bias=True)
+    value = dict(op.bind(*args))[which]
+    spread = torch.full((*value.shape[:-1], 2 * value.shape[-1]), float("nan"), dtype=value.dtype)[..., ::2]
+    spread.copy_(value)
+    used = copy_args(replaced(op, args, which, spread), "cuda")
+    assert_right(expect(op, args), target(name).run(used))
+    assert blocks_of_a_tile(name, used) == 0
+
+
+def test_gates_of_every_size() -> None:
+    """A gate of one nonzero weight: also where its exponential is huge or infinite."""
+    gates = torch.tensor([-3e38, -200, -88.5, -88, -87.5, -87, -20, -1, -0.0, 0, 1e-30, 1, 20, 88, 200, 3e38])
+    width = 64  # so that a row with a one alone is eight after the norm
+    weight, x = torch.zeros(2 * len(gates), width), torch.zeros(16, width)
+    weight[: len(gates), 3], weight[len(gates) :, 3], x[:, 3] = gates / 8, 1 / 16, 1
+    args = copy_args(tuple(t.bfloat16() for t in (x, torch.ones(width), weight)), "cuda")
+    result = ops.rms_norm_swiglu(*args, eps=0.0, backend="cuda").cpu()
+    gate, up = (8 * weight[:, 3].bfloat16().double()).chunk(2)
+    truth = (gate / (1 + torch.exp(-gate)) * up).expand(16, -1)
+    torch.testing.assert_close(result.double(), truth, rtol=2.0**-7, atol=1e-38)
+
+
+@both_dtypes
+@pytest.mark.parametrize("rows", [9, 40, 64])
+def test_a_chain_in_a_graph_has_the_bits_of_single_launches(rows: int, dtype: torch.dtype) -> None:
+    """Each kernel starts while the one before it ends, and reads, adds to and overwrites what that one has used."""
+    layers, hidden, inner = 12, 1024, 1536
+    make = Make(dtype, "cuda")
+
+    def weight(salt: int, outputs: int, width: int) -> torch.Tensor:
+        return make.randn(outputs, width, scale=width**-0.5, salt=salt)
+
+    shapes = ((2 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner))
+    weights = [[weight(10 * layer + i, *shape) for i, shape in enumerate(shapes, 2)] for layer in range(layers)]
+    norm, start = 1 + make.randn(hidden, scale=0.2), make.randn(rows, hidden, salt=1)
+    residual = torch.empty_like(start)
+
+    def chain() -> None:
+        for projection, output, gate_up, down in weights:
+            wide = ops.rms_norm_linear(residual, norm, projection, backend="cuda")
+            ops.linear_add_(residual, wide[:, hidden // 2 : -hidden // 2], output, backend="cuda")
+            gated = ops.rms_norm_swiglu(residual, norm, gate_up, backend="cuda")
+            ops.linear_add_(residual, gated, down, backend="cuda")
+
+    residual.copy_(start)
+    chain()
+    expected = residual.clone()
+    graph = captured(chain)
+    assert sum("skinny_linear" in name for name in kernel_names(graph)) == 4 * layers
+    assert edge_types(graph) == [PROGRAMMATIC] * (6 * layers - 1)  # two of four have a norm in front
+    graph.instantiate()
+    for _ in range(20):
+        residual.copy_(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(residual, expected)
