@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(kHeads, group - tile * kHeads);
   const int first = kv_head * group + tile * kHeads, sequence = blockIdx.z;
-  // Many blocks follow a product of the library, which lets nobody start before it ends; few overlap one of ours. Those
-  // of many let nobody start either: the next launch's would take places that ours still wait for.
+  // Where blocks are many they wait for what comes before them, and then take their time with it; few overlap it.
   constexpr bool kWaitsFirst = !kFirst || WARPS < kWarps;
   constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
   if constexpr (!kFirst) let_next_kernel_start();
@@ -269,7 +268,9 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
     }
     __syncwarp();  // all lanes have read the stage
   }
-  if (!kWaitsFirst && has_newest) {
+  if constexpr (kFirst && kWaitsFirst) {
+    let_next_kernel_start();  // not earlier: its blocks would take places that ours still wait for
+  } else if (has_newest) {
     __threadfence();
     fence_cache_for_copies();
     __syncwarp();  // one lane lets it start for all, whoever has written
@@ -319,8 +320,10 @@ void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, const 
   }
   const int tiles = (a.num_heads / a.num_kv_heads + kHeads - 1) / kHeads;
   const dim3 grid(splits, a.num_kv_heads * tiles, a.num_seqs), block(WARPS * 32);
-  const Overlap overlap = std::is_same_v<Step, Nothing> ? Overlap::kBehindOurs : Overlap::kBehindDone;
+  constexpr bool kFirst = !std::is_same_v<Step, Nothing>, kReadsEarly = kFirst && WARPS == kWarps;
+  const Overlap overlap = kReadsEarly ? Overlap::kBehindDone : Overlap::kBehindOurs;
   launch_cluster(kernel, grid, block, splits, stream, overlap, kShared, a, s, boxes);
+  if (kFirst && !kReadsEarly) last_captured.writing = true;
 }
 
 template <typename T, int D, int WARPS, typename Step>
