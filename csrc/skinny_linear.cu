@@ -1,11 +1,12 @@
-// 9 to 64 rows times a large weight, with the epilogue after it in the same kernel, on Hopper's warpgroup products.
+// 9 to 256 rows times a large weight, with the epilogue after it in the same kernel, on Hopper's warpgroup products.
 //
 //   y = x @ weight^T + bias;   then store, add to out, or silu(gate) * up
 //
 // With so few rows a product is the weight's way from memory, and the rows' way to every multiprocessor. So the
 // weight's rows are the left operand's, and the rows of x, called tokens here, its 64 columns, whether there are so
 // many or not. One lane asks for both, 64 of the depth at a step: for the first steps' weights before earlier kernels
-// have ended, since they depend on none.
+// have ended, since they depend on none. More tokens than 64 are more tiles; with more than 128, gate and up have tiles
+// twice as wide and as high, so that each byte that comes to a multiprocessor is used twice as often.
 //
 // Where there are fewer tiles than multiprocessors, a cluster of blocks shares a tile's depth. Each block has some of
 // the tokens for its own: the others send it their sums of these, into memory kept for that, and it adds all in the
@@ -21,18 +22,25 @@
 namespace rooflight {
 namespace {
 
-constexpr int kTile = 64;                            // rows of the weight: a warpgroup's
-constexpr int kTokens = 64, kColumns = kTokens / 8;  // of the products; a lane's sums go by columns of 8 tokens
-constexpr int kThreads = 128;                        // that multiply; one more warp asks for what they multiply
-constexpr int kStages = 6;                           // steps in memory
-constexpr int kStepBytes = (kTile + kTokens) * 2 * kBoxWidth;
+constexpr int kGroupRows = 64;  // of the weight: a warpgroup's
 
-struct Memory {
-  char weight[kStages][kTile * 2 * kBoxWidth], x[kStages][kTokens * 2 * kBoxWidth];  // at multiples of 1024 bytes
-  float4 parts[kColumns * kThreads];  // sums that came: [block][column of this block's][thread]
-  uint64_t full[kStages], empty[kStages], gathered;
+// A tile's block: GROUPS warpgroups, each with rows of the weight of its own, and TOKENS of them all.
+template <int TOKENS, int GROUPS>
+struct Block {
+  static constexpr int kTokens = TOKENS, kTile = GROUPS * kGroupRows;
+  static constexpr int kColumns = TOKENS / 8;         // a lane's sums go by columns of 8 tokens
+  static constexpr int kThreads = GROUPS * 128;       // that multiply; one more warp asks for what they multiply
+  static constexpr int kStages = GROUPS > 1 ? 4 : 6;  // steps in memory
+  static constexpr int kStepBytes = (kTile + kTokens) * 2 * kBoxWidth;
 };
-static_assert(2 * (sizeof(Memory) + 1024) <= 228 * 1024, "two blocks of a multiprocessor");
+
+template <typename B, bool GATHERS>
+struct Memory {
+  char weight[B::kStages][B::kTile * 2 * kBoxWidth];  // at multiples of 1024 bytes
+  char x[B::kStages][B::kTokens * 2 * kBoxWidth];
+  float4 parts[GATHERS ? B::kColumns * B::kThreads : 1];  // sums that came: [block][column of this block's][thread]
+  uint64_t full[B::kStages], empty[B::kStages], gathered;
+};
 
 struct Operands {
   CUtensorMap weight, x;
@@ -44,29 +52,32 @@ __device__ __forceinline__ float silu(float x) {
   return __fdividef(0.25f * x, fmaf(0.25f, __expf(-x), 0.25f));
 }
 
-// SPLITS: blocks of a tile, a cluster along x.
-template <typename T, Epilogue EPILOGUE, int SPLITS>
-__global__ void __launch_bounds__(kThreads + 32)
+// SPLITS: blocks of a tile, a cluster along x. Further tokens along y.
+template <typename T, Epilogue EPILOGUE, typename B, int SPLITS>
+__global__ void __launch_bounds__(B::kThreads + 32)
     skinny_linear(FusedLinear p, const __grid_constant__ Operands operands) {
+  constexpr int kColumns = B::kColumns, kThreads = B::kThreads, kStages = B::kStages, kTile = B::kTile;
   constexpr bool kAdd = EPILOGUE == Epilogue::kAdd, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
   constexpr int kShare = kColumns / SPLITS;  // columns that are a block's own
   extern __shared__ __align__(1024) char storage[];
-  Memory& memory = *reinterpret_cast<Memory*>(storage);
+  auto& memory = *reinterpret_cast<Memory<B, (SPLITS > 1)>*>(storage);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS;
   const int steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
   const int begin = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - begin;
   // Columns with tokens: of all, and of this block's own.
-  const int rows = static_cast<int>(p.rows), columns = (rows + 7) / 8;
+  const int first_token = blockIdx.y * B::kTokens;
+  const int rows = min(static_cast<int>(p.rows) - first_token, B::kTokens), columns = (rows + 7) / 8;
   const int owned = min(max(columns - rank * kShare, 0), kShare);
 
   const auto ask_weight = [&](int step) {
     uint64_t* full = &memory.full[step % kStages];
-    expect_bytes(full, kStepBytes);
+    expect_bytes(full, B::kStepBytes);
     copy_box(memory.weight[step % kStages], &operands.weight, (begin + step) * kBoxWidth, 0, 0, tile * (kTile / 16),
              full);
   };
   const auto ask_x = [&](int step) {
-    copy_box(memory.x[step % kStages], &operands.x, (begin + step) * kBoxWidth, 0, 0, 0, &memory.full[step % kStages]);
+    copy_box(memory.x[step % kStages], &operands.x, (begin + step) * kBoxWidth, first_token, 0, 0,
+             &memory.full[step % kStages]);
   };
   const int early = min(kStages, count);
   if (threadIdx.x == kThreads) {
@@ -107,7 +118,7 @@ __global__ void __launch_bounds__(kThreads + 32)
   const int outputs = kSwiglu ? p.out_features / 2 : p.out_features;
   const int feature = (tile * kTile + warp * 16) / (kSwiglu ? 2 : 1) + lane / 4;
   const int token = rank * kShare * 8 + lane % 4 * 2, left = feature < outputs ? rows - token : 0;
-  T* const out = static_cast<T*>(p.out) + token * p.out_stride + feature;
+  T* const out = static_cast<T*>(p.out) + (first_token + token) * p.out_stride + feature;
   const auto place_of = [&](int j, int i) { return out + (8 * j + i % 2) * p.out_stride + i / 2 * 8; };
   const auto is_there = [&](int j, int i) { return 8 * j + i % 2 < left; };
 
@@ -132,7 +143,8 @@ __global__ void __launch_bounds__(kThreads + 32)
   for (int step = 0; step < count; ++step) {
     const int stage = step % kStages;
     wait_barrier(&memory.full[stage], step / kStages & 1);
-    const GroupOperand a = operand_at(shared_address(memory.weight[stage]), 1024);
+    const GroupOperand a =
+        operand_at(shared_address(memory.weight[stage] + warp / 4 * kGroupRows * 2 * kBoxWidth), 1024);
     const GroupOperand b = operand_at(shared_address(memory.x[stage]), 1024);
     settle(sums);
     begin_products();
@@ -186,48 +198,59 @@ __global__ void __launch_bounds__(kThreads + 32)
   }
 }
 
-int tiles_of(const FusedLinear& p) {
-  return (p.out_features + kTile - 1) / kTile;
+using Narrow = Block<64, 1>;
+using Wide = Block<128, 2>;
+static_assert(2 * (sizeof(Memory<Narrow, true>) + 1024) <= 228 * 1024, "two blocks of a multiprocessor");
+
+// Tiles of weight rows, and of tokens.
+template <typename B>
+dim3 tiles_of(const FusedLinear& p) {
+  return dim3((p.out_features + B::kTile - 1) / B::kTile, static_cast<unsigned>(p.rows + B::kTokens - 1) / B::kTokens);
 }
 
 // Blocks of a tile: doubled as long as most multiprocessors have one block and few have two, and each block has two
 // steps to do.
 int splits_of(const FusedLinear& p) {
   constexpr int kMost = 8, kLeastSteps = 2;
-  const int tiles = tiles_of(p), steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
+  const dim3 tiles = tiles_of<Narrow>(p);
+  const int blocks = static_cast<int>(tiles.x * tiles.y), steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
   int splits = 1;
-  while (splits < kMost && 2 * (2 * splits * tiles) <= 3 * card().multiprocessors &&
+  while (splits < kMost && 2 * (2 * splits * blocks) <= 3 * card().multiprocessors &&
          steps / (2 * splits) >= kLeastSteps) {
     splits *= 2;
   }
   return splits;
 }
 
-template <typename T, Epilogue EPILOGUE, int SPLITS>
+template <typename T, Epilogue EPILOGUE, typename B, int SPLITS>
 void launch_shaped(const FusedLinear& p, cudaStream_t stream) {
   // Boxes of the weight are pairs of eight rows: neighbours, or eight of gate and eight of up.
   const int64_t width = p.in_features, pairs = p.out_features / 16;
   const bool swiglu = EPILOGUE == Epilogue::kSwiglu;
   const int64_t other = (swiglu ? p.out_features / 2 : 8) * width, next = (swiglu ? 8 : 16) * width;
   const Operands operands{
-      tensor_map<4>(p.dtype, p.weight, {width, 8, 2, pairs}, {width, other, next}, {kBoxWidth, 8, 2, kTile / 16}),
+      tensor_map<4>(p.dtype, p.weight, {width, 8, 2, pairs}, {width, other, next}, {kBoxWidth, 8, 2, B::kTile / 16}),
       tensor_map<4>(p.dtype, p.x, {width, p.rows, 1, 1}, {p.x_stride, p.x_stride, p.x_stride},
-                    {kBoxWidth, kTokens, 1, 1})};
-  launch_cluster(skinny_linear<T, EPILOGUE, SPLITS>, dim3(tiles_of(p) * SPLITS), dim3(kThreads + 32), SPLITS, stream,
-                 Overlap::kBehindOurs, static_cast<int>(sizeof(Memory)), p, operands);
+                    {kBoxWidth, B::kTokens, 1, 1})};
+  const dim3 tiles = tiles_of<B>(p);
+  launch_cluster(skinny_linear<T, EPILOGUE, B, SPLITS>, dim3(tiles.x * SPLITS, tiles.y), dim3(B::kThreads + 32), SPLITS,
+                 stream, Overlap::kBehindOurs, static_cast<int>(sizeof(Memory<B, (SPLITS > 1)>)), p, operands);
 }
 
 template <typename T, Epilogue EPILOGUE>
 void launch_typed(const FusedLinear& p, cudaStream_t stream) {
+  if constexpr (EPILOGUE == Epilogue::kSwiglu) {
+    if (p.rows > Wide::kTokens) return launch_shaped<T, EPILOGUE, Wide, 1>(p, stream);
+  }
   switch (splits_of(p)) {
     case 1:
-      return launch_shaped<T, EPILOGUE, 1>(p, stream);
+      return launch_shaped<T, EPILOGUE, Narrow, 1>(p, stream);
     case 2:
-      return launch_shaped<T, EPILOGUE, 2>(p, stream);
+      return launch_shaped<T, EPILOGUE, Narrow, 2>(p, stream);
     case 4:
-      return launch_shaped<T, EPILOGUE, 4>(p, stream);
+      return launch_shaped<T, EPILOGUE, Narrow, 4>(p, stream);
     default:
-      return launch_shaped<T, EPILOGUE, 8>(p, stream);
+      return launch_shaped<T, EPILOGUE, Narrow, 8>(p, stream);
   }
 }
 
@@ -241,11 +264,11 @@ void launch_for_epilogue(const FusedLinear& p, cudaStream_t stream) {
 }  // namespace
 
 bool takes_skinny(const FusedLinear& p) {
-  constexpr int kMostTiles = 1024;  // a bound without a measurement: a vocabulary's product stays PyTorch's
+  constexpr int kMostRows = 256, kMostOutputs = 65536;  // a vocabulary's product is no faster here than PyTorch's
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  return p.dtype != Dtype::kFloat32 && p.prologue == Prologue::kNone && p.rows > kFewRows && p.rows <= kTokens &&
+  return p.dtype != Dtype::kFloat32 && p.prologue == Prologue::kNone && p.rows > kFewRows && p.rows <= kMostRows &&
          p.in_features > 0 && p.in_features % 8 == 0 && p.out_features > 0 && p.out_features % 16 == 0 &&
-         tiles_of(p) <= kMostTiles && p.x_stride >= p.in_features && p.x_stride % 8 == 0 && p.contiguous &&
+         p.out_features <= kMostOutputs && p.x_stride >= p.in_features && p.x_stride % 8 == 0 && p.contiguous &&
          aligned(p.weight) && aligned(p.x) && card().major == 9;
 }
 

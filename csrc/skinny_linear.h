@@ -1,4 +1,4 @@
-// Matrix products of 9 to 64 rows with a large weight: what decoding with tens of sequences is made of.
+// Matrix products of 9 to 256 rows with a large weight: what decoding with tens of sequences is made of.
 #pragma once
 
 #include "fused_linear.h"
@@ -7,7 +7,7 @@ namespace rooflight {
 
 // Whether the kernel takes this product: half types on compute capability 9, no norm in front, rows of x and of the
 // weight that begin at multiples of 16 bytes, out_features a multiple of 16. A row's bits do not depend on the others,
-// nor on how many there are.
+// nor, up to 64, on how many there are.
 bool takes_skinny(const FusedLinear& product);
 void launch_skinny_linear(const FusedLinear& product, cudaStream_t stream);
 

@@ -106,6 +106,31 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, G
 #endif
 }
 
+template <typename T, bool ADD>
+__device__ __forceinline__ void multiply_group(float (&d)[64], GroupOperand a, GroupOperand b) {
+  static_assert(ADD, "sums of 128 columns are added to");
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                         \
+  asm volatile(                                                                          \
+      "{ .reg .b64 a, b; mov.b64 a, {%64, %65}; mov.b64 b, {%66, %67};\n"                \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                       \
+      " {"                                                                               \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+      "}, a, b, 1, 1, 1, 0, 0; }"                                                        \
+      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                      \
+      : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
+  if constexpr (std::is_same_v<T, __half>) {
+    ROOFLIGHT_MULTIPLY("f16");
+  } else {
+    ROOFLIGHT_MULTIPLY("bf16");
+  }
+#undef ROOFLIGHT_MULTIPLY
+#endif
+}
+
 // d += a @ b; a: 64 rows by 16, a lane's four pairs as it has them of a sum's 16 columns; b: 16 rows of as many columns
 // as d has, `upright_operand_at`.
 template <typename T>

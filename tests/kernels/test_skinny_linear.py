@@ -1,4 +1,4 @@
-"""The kernel for products of 9 to 64 rows: every epilogue, sizes that fill no tile, clusters of every size, graphs."""
+"""The kernel for products of 9 to 256 rows: every epilogue, sizes that fill no tile, clusters of every size, graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
     ),
 ]
 NAMES = ("rms_norm_linear", "rms_norm_swiglu", "linear_add_")
-MOST = 64  # rows
+MOST, TILE = 256, 64  # rows
 # in_features, out_features. On 132 multiprocessors a tile has 1, 2, 4, 8 and 8, 4, 2 and 1 blocks: first for the steps
 # of the depth that there are, then for the tiles. The last ones use memory again.
 SHAPES = [(72, 48), (200, 80), (520, 176), (1096, 48), (1096, 1008), (1096, 3088), (1160, 4112), (776, 6480)]
@@ -88,7 +88,9 @@ def blocks_of_a_tile(name: str, args: Args) -> int:
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "bias"), [(9, True), (16, False), (33, True), (33, False), (64, True), (64, False), (65, True)]
+    ("rows", "bias"),
+    [(9, True), (16, False), (33, True), (33, False), (64, True), (64, False), (65, True)]
+    + [(100, False), (128, True), (129, False), (200, True), (256, False), (257, True)],
 )
 def test_values(name: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], bias: bool) -> None:
     args = inputs(name, dtype, rows, shape, bias)
@@ -104,7 +106,7 @@ def test_which_calls_it_serves(name: str) -> None:
     def served(rows: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> bool:
         return blocks_of_a_tile(name, on_gpu(name, dtype, rows, shape)) > 0
 
-    assert [rows for rows in (1, 8, 9, 64, 65) if served(rows, (128, 96))] == [9, 64]
+    assert [rows for rows in (1, 8, 9, 64, 65, MOST, MOST + 1) if served(rows, (128, 96))] == [9, 64, 65, MOST]
     assert not served(16, (128, 96), torch.float32)
     assert not served(16, (132, 96))  # rows that do not begin at multiples of 16 bytes
     assert not served(16, (128, 88))
@@ -121,7 +123,8 @@ def test_clusters_of_every_size_are_tested(name: str) -> None:
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_among_others(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    args = on_gpu(name, dtype, MOST, shape, bias=True)
+    """Of up to 64: with more, fewer blocks share a tile."""
+    args = on_gpu(name, dtype, TILE, shape, bias=True)
     (together,) = of_rows(name, args, slice(None))
     for rows in (slice(0, 9), slice(5, 30), slice(23, 64), slice(1, 64)):
         (alone,) = of_rows(name, args, rows)
@@ -130,8 +133,9 @@ def test_a_row_has_the_same_bits_among_others(name: str, dtype: torch.dtype, sha
 
 @every_name
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_runs_are_repeatable(name: str, shape: tuple[int, int]) -> None:
-    args = on_gpu(name, torch.bfloat16, 61, shape)
+@pytest.mark.parametrize("rows", [61, 190])
+def test_runs_are_repeatable(name: str, rows: int, shape: tuple[int, int]) -> None:
+    args = on_gpu(name, torch.bfloat16, rows, shape)
     (first,) = of_rows(name, args, slice(None))
     for _ in range(20):
         assert same_bits(of_rows(name, args, slice(None))[0], first)
@@ -147,7 +151,7 @@ def aligned_slice(value: torch.Tensor) -> torch.Tensor:
 
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [9, 33, 64])
+@pytest.mark.parametrize("rows", [9, 33, 64, 177])
 def test_rows_with_a_stride(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """What lies beside the rows is neither read nor written; the residual may lie anywhere."""
     op, args = REGISTRY["linear_add_"], inputs("linear_add_", dtype, rows, shape)
@@ -163,10 +167,11 @@ def test_rows_with_a_stride(rows: int, shape: tuple[int, int], dtype: torch.dtyp
 
 @every_name
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_lies_behind_the_operands_is_not_read(name: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("rows", [19, 147])
+def test_what_lies_behind_the_operands_is_not_read(name: str, rows: int, shape: tuple[int, int]) -> None:
     """Tiles and steps reach beyond the weight, and the columns of the products beyond the rows."""
     op = REGISTRY[name]
-    args = inputs(name, torch.bfloat16, 19, shape, bias=True)
+    args = inputs(name, torch.bfloat16, rows, shape, bias=True)
     expected = expect(op, args)
     for index, value in enumerate(args):
         if isinstance(value, torch.Tensor):
@@ -181,8 +186,9 @@ def test_what_lies_behind_the_operands_is_not_read(name: str, shape: tuple[int, 
 
 @every_name
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_row_spoils_no_other(name: str, value: float) -> None:
-    args = on_gpu(name, torch.bfloat16, 33, (1096, 176))
+@pytest.mark.parametrize("rows", [33, 150])
+def test_a_bad_row_spoils_no_other(name: str, rows: int, value: float) -> None:
+    args = on_gpu(name, torch.bfloat16, rows, (1096, 176))
     (good,) = of_rows(name, args, slice(None))
     args[1 if name == "linear_add_" else 0][7, 5] = value
     (bad,) = of_rows(name, args, slice(None))
@@ -230,7 +236,7 @@ def test_gates_of_every_size() -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [9, 40, 64])
+@pytest.mark.parametrize("rows", [9, 40, 64, 100, 256])
 def test_a_chain_in_a_graph_has_the_bits_of_single_launches(rows: int, dtype: torch.dtype) -> None:
     """Each kernel starts while the one before it ends, and reads, adds to and overwrites what that one has used."""
     layers, hidden, inner = 12, 1024, 1536

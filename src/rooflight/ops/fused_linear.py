@@ -6,8 +6,8 @@
 
 FP32 between the matrix unit and the one rounding at the end; what the matrix unit multiplies has the inputs' dtype. At
 a few rows a product is the way of its weight from memory, and a norm or a sum that is a launch of its own costs as
-much as a tenth of it: these save the launches. At some tens of rows the norm is one, and at many rows they are the
-parts one after the other.
+much as a tenth of it: these save the launches. Up to 256 rows the norm is one, and at more they are the parts
+one after the other.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ _SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(
     {"num_tokens": n, "in_features": i, "out_features": o}
     for n, i, o in (
         *((3, 255, 34), (5, 769, 6), (2, 1024, 70), (7, 3072, 18), (1, 96, 1000), (4, 2048, 10)),
-        *((9, 200, 80), (16, 1096, 176), (20, 255, 34), (64, 264, 1008)),
+        *((9, 200, 80), (16, 1096, 176), (20, 255, 34), (64, 264, 1008), (130, 264, 176)),
     )
 ]
 
