@@ -89,8 +89,7 @@ def blocks_of_a_tile(name: str, args: Args) -> int:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "bias"),
-    [(9, True), (16, False), (33, True), (33, False), (64, True), (64, False), (65, True)]
-    + [(100, False), (128, True), (129, False), (200, True), (256, False), (257, True)],
+    [*zip((9, 16, 33, 64, 65, 100, 128, 129, 200, 256, 257), [True, False] * 6, strict=False), (33, False), (64, True)],
 )
 def test_values(name: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], bias: bool) -> None:
     args = inputs(name, dtype, rows, shape, bias)
