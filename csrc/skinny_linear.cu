@@ -265,9 +265,13 @@ void launch_for_epilogue(const FusedLinear& p, cudaStream_t stream) {
 
 bool takes_skinny(const FusedLinear& p) {
   constexpr int kMostRows = 256, kMostOutputs = 65536;  // a vocabulary's product is no faster here than PyTorch's
+  // Of a weight whose product of more rows than a tile's was seen to be worth it. Larger ones read it anew for each
+  // tile of tokens, and have less to gain from what goes on beside a product.
+  constexpr int64_t kMostShared = int64_t{6144} * 1024;
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   return p.dtype != Dtype::kFloat32 && p.prologue == Prologue::kNone && p.rows > kFewRows && p.rows <= kMostRows &&
          p.in_features > 0 && p.in_features % 8 == 0 && p.out_features > 0 && p.out_features % 16 == 0 &&
+         (p.rows <= Narrow::kTokens || int64_t{p.in_features} * p.out_features <= kMostShared) &&
          p.out_features <= kMostOutputs && p.x_stride >= p.in_features && p.x_stride % 8 == 0 && p.contiguous &&
          aligned(p.weight) && aligned(p.x) && card().major == 9;
 }

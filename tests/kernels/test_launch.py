@@ -130,11 +130,15 @@ def test_attention_with_its_step_starts_early_behind_a_product_but_not_behind_wh
     """It reads the cache before it waits: the writer, or one that overlaps it, must have ended."""
     attention, writer = (REGISTRY[name] for name in ("qk_norm_rope_attention_", "qk_norm_rope_cache_"))
     given = attention.inputs(Make(torch.bfloat16, "cuda"), (40, 3), head_dim=128)
+    many = attention.inputs(Make(torch.bfloat16, "cuda"), (17,) * 192, head_dim=128)
+    heads = many[2].shape[1]
+    assert 192 * heads > 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
     _, q, k, v, *step = given[:11]
     x, weight = torch.randn(2, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
     calls = {
         "norm": lambda: rms_norm(x, weight, 1e-6, backend="cuda"),
         "attention": lambda: attention.providers["cuda"](*given),
+        "many": lambda: attention.providers["cuda"](*many),  # whose blocks wait before they read, but not for their end
         "in place": lambda: writer.providers["cuda"](q, k, v, *step, 1e-6),
     }
     for names, expected in (
@@ -142,6 +146,10 @@ def test_attention_with_its_step_starts_early_behind_a_product_but_not_behind_wh
         (("attention", "attention"), [PROGRAMMATIC]),
         (("in place", "attention"), [0]),
         (("in place", "norm", "attention"), [0, PROGRAMMATIC]),
+        (("norm", "many", "norm"), [PROGRAMMATIC, PROGRAMMATIC]),
+        (("many", "many"), [PROGRAMMATIC]),
+        (("many", "attention"), [0]),
+        (("many", "norm", "attention"), [0, PROGRAMMATIC]),
     ):
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for name in names:

@@ -52,7 +52,6 @@ BLOCKS = {
     "qk_norm_rope_cache.cu": 128,
     "rope.cu": 256,
     "silu_and_mul.cu": 256,
-    "skinny_linear.cu": 160,
 }
 
 
@@ -63,6 +62,8 @@ def test_blocks_of_the_declared_size_fit() -> None:
         threads = BLOCKS.get(k.source, 1024)
         if k.source == "prefill_attention.cu":  # warpgroups
             threads = 128 * int(k.name.split(", ")[2])
+        if k.source == "skinny_linear.cu":  # warpgroups, and a warp that asks
+            threads = 128 * int(k.name.split("Block<")[1].split(">")[0].split(", ")[1]) + 32
         if "backward_in_registers" in k.name:
             packs = int(k.name.split(", ")[3])
             threads = 256 if packs == 1 else 512

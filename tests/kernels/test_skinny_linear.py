@@ -111,6 +111,9 @@ def test_which_calls_it_serves(name: str) -> None:
     assert not served(16, (128, 88))
     assert served(16, (8, 65536))
     assert not served(16, (8, 65552))
+    assert served(64, (1024, 6160))
+    assert served(65, (1024, 6144))
+    assert not served(65, (1024, 6160))
 
 
 @every_name

@@ -3,7 +3,8 @@
     time = overhead + max(memory time / fraction of the memory rate, compute time / fraction of the compute rate)
 
 Memory and compute times are those of the operator's cost at the card's measured ceilings. An operator has a law for up
-to FEW rows and one for more, since other kernels serve there. A step is foretold as the sum over its calls.
+to FEW rows and one for more, since other kernels serve there; the latter's first two figures are of tens of rows, which
+memory binds, and its third of prompts. A step is foretold as the sum over its calls.
 """
 
 from __future__ import annotations

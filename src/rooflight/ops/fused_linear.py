@@ -6,8 +6,8 @@
 
 FP32 between the matrix unit and the one rounding at the end; what the matrix unit multiplies has the inputs' dtype. At
 a few rows a product is the way of its weight from memory, and a norm or a sum that is a launch of its own costs as
-much as a tenth of it: these save the launches. Up to 256 rows the norm is one, and at more they are the parts
-one after the other.
+much as a tenth of it: these save the launches. Up to 256 rows the norm is a launch of its own, and at more they
+are the parts one after the other.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ FEW = (
     "(rooflight::Epilogue){}>(rooflight::FusedLinear)"
 )
 SKINNY = (
-    "void rooflight::(anonymous namespace)::skinny_linear<__nv_bfloat16, (rooflight::Epilogue){}, 8>"
+    "void rooflight::(anonymous namespace)::skinny_linear<__nv_bfloat16, (rooflight::Epilogue){}, "
+    "rooflight::(anonymous namespace)::Block<64, 1>, 8>"
     "(rooflight::FusedLinear, rooflight::(anonymous namespace)::Operands)"
 )
 SAMPLER = ("_best_of_chunks", "_weigh_chunks", "_gather", "_draw")
