@@ -323,7 +323,7 @@ void launch_in_parts(const DecodeAttention& a, const Step& s, int splits, const 
   constexpr bool kFirst = !std::is_same_v<Step, Nothing>, kReadsEarly = kFirst && WARPS == kWarps;
   const Overlap overlap = kReadsEarly ? Overlap::kBehindDone : Overlap::kBehindOurs;
   launch_cluster(kernel, grid, block, splits, stream, overlap, kShared, a, s, boxes);
-  if (kFirst && !kReadsEarly) last_captured.writing = true;
+  if (kFirst && !kReadsEarly) last_captured.writing = true;  // the next may start while keys are on their way
 }
 
 template <typename T, int D, int WARPS, typename Step>

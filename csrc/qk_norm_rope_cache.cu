@@ -1,8 +1,8 @@
 // Q and K head norms, RoPE and the write into the paged cache: one pass from the packed projection to attention.
 //
-// A warp has one head of one token. Its lanes hold pairs that turn together, so that the norm's sum is one round of
-// shuffles and the rotation none; FP32 from load to store. A V head is copied by the warp that has it. K goes straight
-// to its slot, q back to where it was.
+// Lanes of one warp have a head, and each lane elements that turn together, so that the norm's sum is one round of
+// shuffles and the rotation none; FP32 from load to store. V is copied. K goes straight to its slot, q back to where it
+// was. The first kernel takes every head, a warp for each; the second one those that are common.
 #include "common/launch.cuh"
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
@@ -201,7 +201,7 @@ void launch_qk_norm_rope_cache(const QkNormRopeCache& s, cudaStream_t stream) {
     if (lanes == 16) return run(qk_norm_rope_cache_halves<T, W, 16>);
     run(qk_norm_rope_cache<T, W>);
   });
-  last_captured.writing = true;
+  last_captured.writing = true;  // the next launch may start while keys are on their way
 }
 
 }  // namespace rooflight

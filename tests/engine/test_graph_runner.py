@@ -86,6 +86,38 @@ def test_what_has_begun_is_given_up_for_a_later_prompt_that_does_not_fit(plain: 
     assert_idle(ahead)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_to_begin_leaves_nothing_behind(
+    plain: LLM, ahead: LLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Nor anything of a stream that is dropped at that moment."""
+    prompts, options = mixed()
+    stream = ahead.stream(prompts[0], options[0])
+    launch = ahead.engine.runner.launch
+
+    def fail(*_: Any) -> Any:
+        stream.close()
+        raise error
+
+    monkeypatch.setattr(ahead.engine.runner, "launch", fail)
+    with pytest.raises(error):
+        ahead.generate(prompts, options)
+    monkeypatch.setattr(ahead.engine.runner, "launch", launch)
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+    assert_idle(ahead)
+
+
+def test_a_stream_dropped_while_a_step_begins_is_gone_at_once(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, options = mixed()
+    stream = ahead.stream(prompts[0], options[0])
+    launch = ahead.engine.runner.launch
+    monkeypatch.setattr(ahead.engine.runner, "launch", lambda *args: (stream.close(), launch(*args))[1])
+    with pytest.raises(ValueError, match="prompt must have token ids below"):
+        ahead.generate([*prompts, [10**6]], options[0])
+    assert_idle(ahead)
+
+
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_tokens_are_equal_on_every_rung_of_the_ladder(plain: LLM, folder: Path, rung: Rung) -> None:
     """Prompts of several sequences, batches that are padded up, and rows that end in the middle of a launch."""

@@ -85,7 +85,8 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype, context: float) -> float:
 def prompt_flops(config: ModelConfig, tokens: int) -> float:
     """Of a whole prompt: every projection, attention to itself and what is before, and logits of the last position.
 
-    That position alone needs what the last layer has behind its attention.
+    That position alone needs what the last layer has behind its attention. The attention itself counts for all, as it
+    does in a step.
     """
     behind = config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)  # o, and the MLP
     products = 2 * (config.num_layers * config.parameters_per_layer() * tokens - behind * (tokens - 1))

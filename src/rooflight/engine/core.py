@@ -171,6 +171,7 @@ class Engine:
         self._stepping = True
         try:
             self._launch(1)
+            self._drop_aborted()
         except BaseException:
             self._recall()
             raise
