@@ -293,7 +293,7 @@ def test_a_process_that_does_not_answer_is_ended() -> None:
 def test_the_real_process_says_that_there_is_no_gpu() -> None:
     with Crew(["rooflight", "eager"], start_process) as member:
         member.wait()
-        reason = "ValueError: this benchmark needs a GPU, and PyTorch sees none here"
+        reason = "ValueError: this needs a GPU, and PyTorch sees none here"
         assert member.absent == {"rooflight": reason, "eager": reason}
         assert member.names == ()
 

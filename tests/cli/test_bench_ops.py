@@ -18,7 +18,7 @@ from rooflight.limits.card import Card
 from tests.bench.fake_processes import CARD, FakeProcesses
 from tests.cli.running import invoke, refused
 
-NO_GPU = "this benchmark needs a GPU, and PyTorch sees none here"
+NO_GPU = "this needs a GPU, and PyTorch sees none here"
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[StepsSetup]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", [("profile", "--model", MODEL), ("explain", MODEL, "--measure")])
 def test_without_a_gpu_one_line_says_so(command: tuple[str, ...]) -> None:
-    assert refused(*command) == "this benchmark needs a GPU, and PyTorch sees none here"
+    assert refused(*command) == "this needs a GPU, and PyTorch sees none here"
 
 
 @pytest.mark.parametrize(

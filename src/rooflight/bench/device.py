@@ -58,7 +58,7 @@ def launch_all(launches: Iterable[Closure], keep: int) -> None:
 def gpu_name() -> str:
     """Of the GPU that is measured; ValueError without one. Leaves it untouched."""
     if not torch.cuda.is_available():
-        raise ValueError("this benchmark needs a GPU, and PyTorch sees none here")
+        raise ValueError("this needs a GPU, and PyTorch sees none here")
     return torch.cuda.get_device_name()
 
 
