@@ -70,26 +70,31 @@ __device__ __forceinline__ void settle(float (&values)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-// The sums' place among the instructions' operands, from number i on.
+// The sums among the instructions' operands, from number i on, and their places in the instructions.
 #define ROOFLIGHT_SUMS_8(i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define ROOFLIGHT_SUMS_32(i) \
   ROOFLIGHT_SUMS_8(i), ROOFLIGHT_SUMS_8(i + 8), ROOFLIGHT_SUMS_8(i + 16), ROOFLIGHT_SUMS_8(i + 24)
 
+#define ROOFLIGHT_PLACES_32                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ROOFLIGHT_PLACES_64                                                            \
+  ROOFLIGHT_PLACES_32                                                                  \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // d = a @ b^T, or d += a @ b^T; a: 64 rows, b: as many rows as d has columns, each 16 deep.
 template <typename T, bool ADD>
 __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE, ADD)                                                  \
-  asm volatile(                                                                        \
-      "{ .reg .b64 a, b; mov.b64 a, {%32, %33}; mov.b64 b, {%34, %35};\n"              \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                      \
-      " {"                                                                             \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
-      "}, a, b, " ADD ", 1, 1, 0, 0; }"                                                \
-      : ROOFLIGHT_SUMS_32(0)                                                           \
+#define ROOFLIGHT_MULTIPLY(TYPE, ADD)                                                                      \
+  asm volatile(                                                                                            \
+      "{ .reg .b64 a, b; mov.b64 a, {%32, %33}; mov.b64 b, {%34, %35};\n"                                  \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" ROOFLIGHT_PLACES_32 "}, a, b, " ADD \
+      ", 1, 1, 0, 0; }"                                                                                    \
+      : ROOFLIGHT_SUMS_32(0)                                                                               \
       : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     if constexpr (ADD)
@@ -110,17 +115,12 @@ template <typename T, bool ADD>
 __device__ __forceinline__ void multiply_group(float (&d)[64], GroupOperand a, GroupOperand b) {
   static_assert(ADD, "sums of 128 columns are added to");
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE)                                                         \
-  asm volatile(                                                                          \
-      "{ .reg .b64 a, b; mov.b64 a, {%64, %65}; mov.b64 b, {%66, %67};\n"                \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                       \
-      " {"                                                                               \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
-      "}, a, b, 1, 1, 1, 0, 0; }"                                                        \
-      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                      \
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                            \
+  asm volatile(                                                                             \
+      "{ .reg .b64 a, b; mov.b64 a, {%64, %65}; mov.b64 b, {%66, %67};\n"                   \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" ROOFLIGHT_PLACES_64 \
+      "}, a, b, 1, 1, 1, 0, 0; }"                                                           \
+      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                         \
       : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     ROOFLIGHT_MULTIPLY("f16");
@@ -136,15 +136,12 @@ __device__ __forceinline__ void multiply_group(float (&d)[64], GroupOperand a, G
 template <typename T>
 __device__ __forceinline__ void multiply_group(float (&d)[32], const unsigned* a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE)                                                       \
-  asm volatile(                                                                        \
-      "{ .reg .b64 b; mov.b64 b, {%36, %37};\n"                                        \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                      \
-      " {"                                                                             \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
-      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                      \
-      : ROOFLIGHT_SUMS_32(0)                                                           \
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                           \
+  asm volatile(                                                                            \
+      "{ .reg .b64 b; mov.b64 b, {%36, %37};\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" ROOFLIGHT_PLACES_32 \
+      "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                          \
+      : ROOFLIGHT_SUMS_32(0)                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     ROOFLIGHT_MULTIPLY("f16");
@@ -158,17 +155,12 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], const unsigned* a
 template <typename T>
 __device__ __forceinline__ void multiply_group(float (&d)[64], const unsigned* a, GroupOperand b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define ROOFLIGHT_MULTIPLY(TYPE)                                                         \
-  asm volatile(                                                                          \
-      "{ .reg .b64 b; mov.b64 b, {%68, %69};\n"                                          \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                       \
-      " {"                                                                               \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
-      "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                        \
-      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                      \
+#define ROOFLIGHT_MULTIPLY(TYPE)                                                            \
+  asm volatile(                                                                             \
+      "{ .reg .b64 b; mov.b64 b, {%68, %69};\n"                                             \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" ROOFLIGHT_PLACES_64 \
+      "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                           \
+      : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                         \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
   if constexpr (std::is_same_v<T, __half>) {
     ROOFLIGHT_MULTIPLY("f16");
@@ -179,6 +171,8 @@ __device__ __forceinline__ void multiply_group(float (&d)[64], const unsigned* a
 #endif
 }
 
+#undef ROOFLIGHT_PLACES_64
+#undef ROOFLIGHT_PLACES_32
 #undef ROOFLIGHT_SUMS_32
 #undef ROOFLIGHT_SUMS_8
 
