@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from norm_tables import markdown
+from norm_tables import markdown, medians, spread
 
 from rooflight.models.load import load_config
 
 MILLISECONDS = 1e3
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 Data = dict[str, Any]
+
+
+NO_PEER = "No other engine was measured beside it. "
 
 
 def load(name: str) -> Data | None:
@@ -28,7 +31,7 @@ def origin(data: Data) -> str:
     """Where the figures come from, and whose ceilings the limits are."""
     where, setup = data["environment"], data["setup"]
     return (
-        f"{setup['model'] or 'SmolLM2-135M-Instruct'}; medians of {setup['rounds']} interleaved rounds, every engine "
+        f"{setup['model'] or 'SmolLM2-135M-Instruct'}; {medians(setup['rounds'])}, every engine "
         f"in its own process. {where['device']}, driver {where['driver']}; host {where['cpu']}, {where['threads']} "
         f"threads; PyTorch {where['torch']}, Triton {where['triton']}; commit {where['commit']}, {where['date']}. "
         f"Ceilings: {data['ceilings']}."
@@ -63,16 +66,17 @@ def request_tables() -> str:
     if data is None:
         return ""
     header = ["prompt", "engine", "first token ms", "GPU busy", "per token ms", "GPU busy", "limit ms", "of limit"]
-    header += ["request tok/s", "decode tok/s", "over ours"]
+    peers = any(row["per_token_ratio"] is not None for row in data["rows"])
+    header += ["request tok/s", "decode tok/s"] + ["over ours"] * peers
     text = []
     for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
-        rows = [_request_row(row) for row in data["rows"] if row["dtype"] == dtype]
+        rows = [_request_row(row)[: len(header)] for row in data["rows"] if row["dtype"] == dtype]
         text.append(f"**{dtype}, {data['setup']['max_tokens']} tokens out**\n\n" + markdown(header, rows, right=2))
     note = (
         "GPU busy: the time in which the GPU worked on it, from a request under the profiler. Limit: a token's "
-        "weights, and the keys and values of the mean context, read once. Over ours: a peer's time over ours, first "
-        "token / per token. "
+        "weights, and the keys and values of the mean context, read once. "
     )
+    note += "Over ours: a peer's time over ours, first token / per token. " if peers else NO_PEER
     return "\n".join([*text, note + origin(data) + "\n", set_up(data)])
 
 
@@ -82,9 +86,9 @@ def _request_row(row: Data) -> list[str]:
     return [
         f"{row['prompt_tokens']:,}",
         row["engine"],
-        _far(first, 1),
+        spread(first, 1),
         _or_dash(row["busy_first_token_ms"], 1),
-        _far(token, 3),
+        spread(token, 3),
         _or_dash(row["busy_per_token_ms"], 3),
         f"{row['limit_ms']:.3f}",
         f"{row['limit_ms'] / token['median']:.0%}",
@@ -102,7 +106,7 @@ def throughput_table() -> str:
     rows = []
     for row in data["rows"]:
         case = f"{row['requests']:,} × ({row['prompt_tokens']:,} in, {row['max_tokens']:,} out)"
-        figures = [_far(row["tokens_per_s"], 0), f"{row['limit_tokens_per_s']:,.0f}", f"{row['of_limit']:.0%}"]
+        figures = [spread(row["tokens_per_s"], 0), f"{row['limit_tokens_per_s']:,.0f}", f"{row['of_limit']:.0%}"]
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         rows.append([case, row["engine"], *figures, f"{row['wall_s']['median']:.2f}", ratio])
     header = ["requests", f"engine, {data['setup']['dtype']}", "output tok/s", "limit", "of limit", "seconds"]
@@ -111,7 +115,11 @@ def throughput_table() -> str:
         "All requests given at once; from the first submission to the last token. Limit: every sequence decodes in "
         f"every step, which reads weights, keys and values once{prompts}. "
     )
-    return markdown([*header, "ours over its"], rows, right=2) + "\n" + note + origin(data) + "\n\n" + set_up(data)
+    peers = any(row["ratio"] is not None for row in data["rows"])
+    header += ["ours over its"] * peers
+    note += "" if peers else NO_PEER
+    rows = [row[: len(header)] for row in rows]
+    return markdown(header, rows, right=2) + "\n" + note + origin(data) + "\n\n" + set_up(data)
 
 
 def wall_table() -> str:
@@ -149,13 +157,6 @@ def wall_table() -> str:
         "the time of the rest stayed. "
     )
     return markdown(header, rows, right=1) + "\n" + note + origin(data) + "\n"
-
-
-def _far(spread: Data, digits: int) -> str:
-    """The median, and how far the rounds were from it at most."""
-    median = spread["median"]
-    far = max(spread["high"] - median, median - spread["low"]) / median
-    return f"{median:,.{digits}f} ±{far:.0%}"
 
 
 def _or_dash(value: float | None, digits: int) -> str:

@@ -22,7 +22,7 @@ import provider_tables
 import roofline_tables
 import start_tables
 import step_tables
-from norm_tables import markdown
+from norm_tables import markdown, medians
 
 import rooflight
 from rooflight.kernels.providers import CUDA, TRITON
@@ -42,7 +42,7 @@ def request_table() -> str:
     model = "SmolLM2-135M-Instruct" if setup["model"] is None else setup["model"]
     bandwidth = data["read_bandwidth_bytes_per_s"] / 1e9
     note = (
-        f"{model}, {setup['max_tokens']} tokens out, median of {setup['rounds']} interleaved rounds, every engine in "
+        f"{model}, {setup['max_tokens']} tokens out, {medians(setup['rounds'])}, every engine in "
         f"its own process with {where['threads']} threads. {where['cpu']}, {where['cores']} cores, memory read at "
         f"{bandwidth:.1f} GB/s; PyTorch {where['torch']}; commit {where['commit']}, {where['date']}. Limit: the time "
         "to read the weights once at that bandwidth. Ratio: transformers' median over ours, first token / per token.\n"
@@ -82,7 +82,7 @@ def throughput_table() -> str:
     first = data["rows"][0]
     note = (
         f"SmolLM2-135M-Instruct, {first['requests']} requests, {first['prompt_tokens']:,} tokens in, "
-        f"{first['output_tokens']:,} out, medians of {setup['rounds']} interleaved rounds, {where['threads']} threads "
+        f"{first['output_tokens']:,} out, {medians(setup['rounds'])}, {where['threads']} threads "
         f"of {where['cpu']}, {where['cores']} cores, PyTorch {where['torch']}. {'; '.join(notes)}.\n"
     )
     return markdown(header, rows, right=2) + "\n" + note

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown
+from norm_tables import markdown, medians, spread
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 
@@ -27,14 +27,12 @@ def ladder_table() -> str:
 
 
 def _row(row: dict[str, Any]) -> list[str]:
-    token = row["per_token_us"]
-    far = max(token["high"] - token["median"], token["median"] - token["low"]) / token["median"]
     gain, predicted = row["gain"], row["predicted_gain"]
     return [
         f"{row['prompt_tokens']:,}",
         row["rung"],
         f"{row['tokens_per_s']['median']:,.0f}",
-        f"{token['median']:,.0f} ±{far:.0%}",
+        spread(row["per_token_us"], 0),
         "" if gain is None else f"{gain:.2f}" + (" (slower)" if gain < 1 else ""),
         "" if predicted is None else f"{predicted:.2f}",
         f"{row['operators']:,}",
@@ -50,8 +48,8 @@ def _note(data: dict[str, Any]) -> str:
         f"Gain: over the rung above. Predicted: from operators, bytes, {host['operator_us']:.1f} µs an operator and "
         f"{host['step_us']:.0f} µs a launch of this host, {machine['node_us']:.2f} µs a kernel. Wall: what binds it. "
         f"The first {eager} rungs ask for every operator from the host. "
-        f"{setup['model']}, {setup['dtype']}, one request, {setup['max_tokens']} tokens out; medians of "
-        f"{setup['rounds']} interleaved rounds in one process. {where['device']}, driver {where['driver']}; host "
+        f"{setup['model']}, {setup['dtype']}, one request, {setup['max_tokens']} tokens out; "
+        f"{medians(setup['rounds'])} in one process. {where['device']}, driver {where['driver']}; host "
         f"{where['cpu']}; PyTorch {where['torch']}, Triton {where['triton']}; commit {where['commit']}, "
         f"{where['date']}. Ceilings: {machine['origin']}."
     )

@@ -18,6 +18,18 @@ OTHERS = ("rms_norm_backward", "layer_norm", "fused_add_layer_norm", "layer_norm
 README_SHAPES = ("1x4096", "256x4096", "1024x8192", "16384x4096")
 
 
+def medians(rounds: int) -> str:
+    """What the figures are, for a note."""
+    return f"medians of {rounds} interleaved rounds" if rounds > 1 else "one round"
+
+
+def spread(value: dict[str, float], digits: int) -> str:
+    """The median, and how far the rounds were from it at most; one round tells no spread."""
+    median, low, high = value["median"], value["low"], value["high"]
+    far = "" if low == high else f" ±{max(high - median, median - low) / median:.0%}"
+    return f"{median:,.{digits}f}{far}"
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
     """A table whose columns from number `right` on are figures."""
     lines = ["| " + " | ".join(header) + " |"]
@@ -38,7 +50,7 @@ def origin(*reports: OpsReport) -> str:
     where, rounds = measured.environment, measured.setup["rounds"]
     return (
         f"{measured.card.name}, driver {where['driver']}, {where['cpu']}, PyTorch {where['torch']}, Triton "
-        f"{where['triton']}; medians of {rounds} interleaved rounds; commit {where['commit']}, {where['date']}."
+        f"{where['triton']}; {medians(rounds)}; commit {where['commit']}, {where['date']}."
     )
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown
+from norm_tables import markdown, medians
 
 from rooflight.bench.decode_parts import BY_RULE, PARTS
 from rooflight.ops.contract import PREFERENCE
@@ -87,7 +87,7 @@ def _us(time: float, marked: bool, contested: bool) -> str:
 def _origin(data: dict[str, Any]) -> str:
     where, setup = data["environment"], data["setup"]
     return (
-        f"{setup['model']}, {setup['dtype']}; medians of {setup['rounds']} interleaved rounds. {where['device']}, "
+        f"{setup['model']}, {setup['dtype']}; {medians(setup['rounds'])}. {where['device']}, "
         f"driver {where['driver']}; host {where['cpu']}; PyTorch {where['torch']}, Triton {where['triton']}; commit "
         f"{where['commit']}, {where['date']}."
     )

@@ -56,7 +56,7 @@ def test_requests(tables: Any, tmp_path: Path) -> None:
     ours, peer = report.rows[2:4]
     first, token = ours.first_token_ms.median, ours.per_token_ms.median
     assert lines[6] == (
-        f"| 1,024 | rooflight | {first:.1f} ±0% | 5.0 | {token:.3f} ±0% | 0.500 "
+        f"| 1,024 | rooflight | {first:.1f} | 5.0 | {token:.3f} | 0.500 "
         f"| {ours.limit_ms:.3f} | {ours.of_limit:.0%} | {ours.request_tokens_per_s.median:,.0f} "
         f"| {ours.decode_tokens_per_s.median:,.0f} |  |"
     )
@@ -97,7 +97,7 @@ def test_throughput(tables: Any, tmp_path: Path) -> None:
     ours, peer = report.rows[2:]
     assert lines[0] == "| requests | engine, bf16 | output tok/s | limit | of limit | seconds | ours over its |"
     assert lines[4] == (
-        f"| 1,024 × (128 in, 128 out) | rooflight | {ours.tokens_per_s.median:,.0f} ±0% "
+        f"| 1,024 × (128 in, 128 out) | rooflight | {ours.tokens_per_s.median:,.0f} "
         f"| {ours.limit_tokens_per_s:,.0f} | {ours.of_limit:.0%} | {ours.wall_s.median:.2f} |  |"
     )
     assert lines[5].endswith(f"| {peer.wall_s.median:.2f} | {peer.ratio:.2f} |")
@@ -106,6 +106,21 @@ def test_throughput(tables: Any, tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("- ")] == [
         f"- {who} 9.9, bf16, {context}" for who in ("rooflight", "vllm")
     ]
+
+
+def test_without_a_peer_there_is_no_column_for_one(tables: Any, tmp_path: Path) -> None:
+    """And three rounds tell a spread, where they differ."""
+    start: Any = FakeEngines()
+    requests = request.run(RequestSetup(MODEL, (), ("bf16",), (32,), 128, rounds=3, device="cuda"), start=start)
+    results.write(tmp_path, "request", requests.as_data())
+    results.write(tmp_path, "throughput", cases.run(CaseSetup(MODEL, (Case(8, 128, 128),)), start=start).as_data())
+    for text in (tables.request_tables(), tables.throughput_table()):
+        assert "ours |" not in text
+        assert "over its" not in text
+        assert "No other engine was measured beside it. " in text
+        assert "medians of 3 interleaved rounds" in text
+        widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+        assert len(widths) == 1
 
 
 def test_the_generator_knows_them() -> None:
