@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from norm_tables import markdown, medians, spread
+from tables import markdown, medians, spread
 
 from rooflight.models.load import load_config
 

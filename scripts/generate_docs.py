@@ -22,7 +22,7 @@ import provider_tables
 import roofline_tables
 import start_tables
 import step_tables
-from norm_tables import markdown, medians
+from tables import markdown, medians
 
 import rooflight
 from rooflight.kernels.providers import CUDA, TRITON

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown, medians, spread
+from tables import markdown, medians, spread
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 

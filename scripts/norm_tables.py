@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tables import markdown, medians
 
 from rooflight.bench import summary
 from rooflight.bench.contenders import OURS
@@ -16,25 +17,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 FORWARD = ("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_")
 OTHERS = ("rms_norm_backward", "layer_norm", "fused_add_layer_norm", "layer_norm_backward")
 README_SHAPES = ("1x4096", "256x4096", "1024x8192", "16384x4096")
-
-
-def medians(rounds: int) -> str:
-    """What the figures are, for a note."""
-    return f"medians of {rounds} interleaved rounds" if rounds > 1 else "one round"
-
-
-def spread(value: dict[str, float], digits: int) -> str:
-    """The median, and how far the rounds were from it at most; one round tells no spread."""
-    median, low, high = value["median"], value["low"], value["high"]
-    far = "" if low == high else f" ±{max(high - median, median - low) / median:.0%}"
-    return f"{median:,.{digits}f}{far}"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
-    """A table whose columns from number `right` on are figures."""
-    lines = ["| " + " | ".join(header) + " |"]
-    lines.append("|" + "|".join("---:" if i >= right else "---" for i in range(len(header))) + "|")
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def report(operator: str, folder: Path = RESULTS) -> OpsReport:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown, medians
+from tables import markdown, medians
 
 from rooflight.bench.decode_parts import BY_RULE, PARTS
 from rooflight.ops.contract import PREFERENCE

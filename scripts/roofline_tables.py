@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown
+from tables import markdown
 
 from rooflight.limits.accuracy import accuracy
 from rooflight.limits.advice import what_if

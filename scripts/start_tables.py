@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from norm_tables import markdown
+from tables import markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
 

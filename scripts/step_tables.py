@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from decode_tables import load
-from norm_tables import markdown
+from tables import markdown
 
 Data = dict[str, Any]
 TOP = 5

@@ -109,7 +109,6 @@ def test_throughput(tables: Any, tmp_path: Path) -> None:
 
 
 def test_without_a_peer_there_is_no_column_for_one(tables: Any, tmp_path: Path) -> None:
-    """And three rounds tell a spread, where they differ."""
     start: Any = FakeEngines()
     requests = request.run(RequestSetup(MODEL, (), ("bf16",), (32,), 128, rounds=3, device="cuda"), start=start)
     results.write(tmp_path, "request", requests.as_data())
@@ -121,6 +120,15 @@ def test_without_a_peer_there_is_no_column_for_one(tables: Any, tmp_path: Path) 
         assert "medians of 3 interleaved rounds" in text
         widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
         assert len(widths) == 1
+
+
+def test_a_spread_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    shared = importlib.import_module("tables")
+    assert shared.spread({"median": 1200.0, "low": 1080.0, "high": 1260.0}, 0) == "1,200 ±10%"
+    assert shared.spread({"median": 2.0, "low": 1.9, "high": 2.5}, 1) == "2.0 ±25%"
+    assert shared.spread({"median": 2.0, "low": 2.0, "high": 2.0}, 1) == "2.0"
+    assert [shared.medians(rounds) for rounds in (1, 3)] == ["one round", "medians of 3 interleaved rounds"]
 
 
 def test_the_generator_knows_them() -> None:
