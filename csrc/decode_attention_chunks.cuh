@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(WARPS * 32, blocks_at_once<T, D, WARPS, CLUSTE
   const int group = a.num_heads / a.num_kv_heads, tiles = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles, heads = min(kHeads, group - tile * kHeads);
   const int first = kv_head * group + tile * kHeads, sequence = blockIdx.z;
-  // Where blocks are many they wait for what comes before them, and then take their time with it; few overlap it.
+  // Many blocks wait for all that comes before them; few read the cache meanwhile.
   constexpr bool kWaitsFirst = !kFirst || WARPS < kWarps;
   constexpr bool kEarly = D <= 128;  // while there are registers for what only waits
   if constexpr (!kFirst) let_next_kernel_start();

@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8) qk_norm_rope_cache(QkNormRopeC
 }
 
 // The same for whole heads that turn by halves, which are most. A block has one token: angles are read once and serve
-// several heads of LANES lanes, whose loads and stores are all of 16 bytes. With narrower ones the kernel takes as long
-// as its instructions, not as its bytes.
+// several heads of LANES lanes, whose loads and stores are all of 16 bytes.
 template <typename T, typename W, int LANES>
 __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_cache_halves(QkNormRopeCache s) {
   constexpr int VEC = kFullPack<T>, kHalf = LANES * VEC, kGroups = kWarps * 32 / LANES, kAtOnce = 2;

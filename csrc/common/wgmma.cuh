@@ -85,6 +85,14 @@ __device__ __forceinline__ void settle(float (&values)[N]) {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
+// An instruction for operands of type T.
+#define ROOFLIGHT_OF_TYPE(MULTIPLY)          \
+  if constexpr (std::is_same_v<T, __half>) { \
+    MULTIPLY("f16");                         \
+  } else {                                   \
+    MULTIPLY("bf16");                        \
+  }
+
 // d = a @ b^T, or d += a @ b^T; a: 64 rows, b: as many rows as d has columns, each 16 deep.
 template <typename T, bool ADD>
 __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, GroupOperand b) {
@@ -96,17 +104,15 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], GroupOperand a, G
       ", 1, 1, 0, 0; }"                                                                                    \
       : ROOFLIGHT_SUMS_32(0)                                                                               \
       : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
-  if constexpr (std::is_same_v<T, __half>) {
-    if constexpr (ADD)
-      ROOFLIGHT_MULTIPLY("f16", "1");
-    else
-      ROOFLIGHT_MULTIPLY("f16", "0");
+#define ROOFLIGHT_ADD(TYPE) ROOFLIGHT_MULTIPLY(TYPE, "1")
+#define ROOFLIGHT_SET(TYPE) ROOFLIGHT_MULTIPLY(TYPE, "0")
+  if constexpr (ADD) {
+    ROOFLIGHT_OF_TYPE(ROOFLIGHT_ADD);
   } else {
-    if constexpr (ADD)
-      ROOFLIGHT_MULTIPLY("bf16", "1");
-    else
-      ROOFLIGHT_MULTIPLY("bf16", "0");
+    ROOFLIGHT_OF_TYPE(ROOFLIGHT_SET);
   }
+#undef ROOFLIGHT_SET
+#undef ROOFLIGHT_ADD
 #undef ROOFLIGHT_MULTIPLY
 #endif
 }
@@ -122,11 +128,7 @@ __device__ __forceinline__ void multiply_group(float (&d)[64], GroupOperand a, G
       "}, a, b, 1, 1, 1, 0, 0; }"                                                           \
       : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                         \
       : "r"(a.place), "r"(a.shape), "r"(b.place), "r"(b.shape))
-  if constexpr (std::is_same_v<T, __half>) {
-    ROOFLIGHT_MULTIPLY("f16");
-  } else {
-    ROOFLIGHT_MULTIPLY("bf16");
-  }
+  ROOFLIGHT_OF_TYPE(ROOFLIGHT_MULTIPLY);
 #undef ROOFLIGHT_MULTIPLY
 #endif
 }
@@ -143,11 +145,7 @@ __device__ __forceinline__ void multiply_group(float (&d)[32], const unsigned* a
       "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1; }"                                          \
       : ROOFLIGHT_SUMS_32(0)                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
-  if constexpr (std::is_same_v<T, __half>) {
-    ROOFLIGHT_MULTIPLY("f16");
-  } else {
-    ROOFLIGHT_MULTIPLY("bf16");
-  }
+  ROOFLIGHT_OF_TYPE(ROOFLIGHT_MULTIPLY);
 #undef ROOFLIGHT_MULTIPLY
 #endif
 }
@@ -162,15 +160,12 @@ __device__ __forceinline__ void multiply_group(float (&d)[64], const unsigned* a
       "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"                                           \
       : ROOFLIGHT_SUMS_32(0), ROOFLIGHT_SUMS_32(32)                                         \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.place), "r"(b.shape))
-  if constexpr (std::is_same_v<T, __half>) {
-    ROOFLIGHT_MULTIPLY("f16");
-  } else {
-    ROOFLIGHT_MULTIPLY("bf16");
-  }
+  ROOFLIGHT_OF_TYPE(ROOFLIGHT_MULTIPLY);
 #undef ROOFLIGHT_MULTIPLY
 #endif
 }
 
+#undef ROOFLIGHT_OF_TYPE
 #undef ROOFLIGHT_PLACES_64
 #undef ROOFLIGHT_PLACES_32
 #undef ROOFLIGHT_SUMS_32

@@ -219,8 +219,8 @@ def _bias(make: Make, size: int, wanted: bool) -> torch.Tensor | None:
     return make.randn(size, salt=2) if wanted else None
 
 
-# Up to eight rows are one tile of a kernel, and up to 64 of another. Widths that are no multiple of 32 are not the
-# first one's; those that are none of 8, and outputs that are none of 16, not the second one's.
+# Up to eight rows are one tile of a kernel, up to 64 of another, and up to 256 several of those. The first one takes no
+# widths but multiples of 32; the second one of 8, and outputs of 16.
 _SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(n % 2)} for n in (0, 1, 8, 33, 65)] + [
     {"num_tokens": n, "in_features": i, "out_features": o}
     for n, i, o in (
