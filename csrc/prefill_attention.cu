@@ -24,10 +24,6 @@ namespace {
 
 constexpr float kSlack = 8.0f;  // weights are at most two to this, but for scores beyond some 1e9
 
-__device__ __forceinline__ void meet_warpgroup(int warpgroup) {
-  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
-}
-
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -122,7 +118,7 @@ __device__ __forceinline__ void clear_hidden(char* values, int key, const Place&
     if (slot >= at.end || slot < at.low) reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
   }
   fence_shared();
-  meet_warpgroup(group);
+  meet(group + 1, kThreads);
 }
 
 // Results go out by way of the queries' place, 16 bytes a lane.
@@ -131,7 +127,7 @@ __device__ __forceinline__ void write_results(const PrefillAttention& a, const S
                                               Softmax<T, D>& softmax, char* place, int group) {
   constexpr int kPieces = D / 8;
   const int warp_row = threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32, quad = lane % 4;
-  meet_warpgroup(group);  // all of its products have read the queries
+  meet(group + 1, kThreads);  // all of its products have read the queries
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float sum = softmax.sum[h];
@@ -239,7 +235,7 @@ __global__ void __launch_bounds__(GROUPS* kThreads, BLOCKS)
 
   queries.store(tiles.q[group], shape.sign);
   fence_shared();
-  meet_warpgroup(group);
+  meet(group + 1, kThreads);
 
   // Positions of the warpgroup's rows, and blocks up to the last key that they see.
   const int group_row = group * kRows, lane_row = group_row + warp % 4 * 16 + lane / 4, quad = lane % 4;

@@ -1,12 +1,16 @@
 // 9 to 256 rows times a large weight, with the epilogue after it in the same kernel, on Hopper's warpgroup products.
 //
-//   y = x @ weight^T + bias;   then store, add to out, or silu(gate) * up
+//   y = f(x) @ weight^T + bias;   then store, add to out, or silu(gate) * up
 //
 // With so few rows a product is the weight's way from memory, and the rows' way to every multiprocessor. So the
 // weight's rows are the left operand's, and the rows of x, called tokens here, its 64 columns, whether there are so
 // many or not. One lane asks for both, 64 of the depth at a step: for the first steps' weights before earlier kernels
 // have ended, since they depend on none. More tokens than 64 are more tiles; with more than 128, gate and up have tiles
 // twice as wide and as high, so that each byte that comes to a multiprocessor is used twice as often.
+//
+// A norm has no launch of its own here. Its weight scales what the product in front of it leaves, where each block has
+// sums of squares of what it wrote; the factor of a row is known when all of these have ended, and can wait until the
+// product behind it is done.
 //
 // Where there are fewer tiles than multiprocessors, a cluster of blocks shares a tile's depth. Each block has some of
 // the tokens for its own: the others send it their sums of these, into memory kept for that, and it adds all in the
@@ -23,6 +27,7 @@ namespace rooflight {
 namespace {
 
 constexpr int kGroupRows = 64;  // of the weight: a warpgroup's
+constexpr int kOwnBarrier = 1;  // of those that multiply
 
 // A tile's block: GROUPS warpgroups, each with rows of the weight of its own, and TOKENS of them all.
 template <int TOKENS, int GROUPS>
@@ -34,11 +39,13 @@ struct Block {
   static constexpr int kStepBytes = (kTile + kTokens) * 2 * kBoxWidth;
 };
 
-template <typename B, bool GATHERS>
+// FLOATS: for the sums of squares, that came or that warps have.
+template <typename B, bool GATHERS, int FLOATS>
 struct Memory {
   char weight[B::kStages][B::kTile * 2 * kBoxWidth];  // at multiples of 1024 bytes
   char x[B::kStages][B::kTokens * 2 * kBoxWidth];
   float4 parts[GATHERS ? B::kColumns * B::kThreads : 1];  // sums that came: [block][column of this block's][thread]
+  float squares[FLOATS];
   uint64_t full[B::kStages], empty[B::kStages], gathered;
 };
 
@@ -52,15 +59,25 @@ __device__ __forceinline__ float silu(float x) {
   return __fdividef(0.25f * x, fmaf(0.25f, __expf(-x), 0.25f));
 }
 
+template <Prologue PROLOGUE, Epilogue EPILOGUE, typename B, int SPLITS>
+struct Kind {
+  static constexpr bool kSwiglu = EPILOGUE == Epilogue::kSwiglu, kScaled = PROLOGUE == Prologue::kScaled;
+  static constexpr bool kScales = EPILOGUE == Epilogue::kAddScale, kAdd = EPILOGUE == Epilogue::kAdd || kScales;
+  static constexpr int kShare = B::kColumns / SPLITS;  // columns that are a block's own
+  static constexpr int kFloats = kScaled ? B::kThreads : kScales ? B::kThreads / 32 * kShare * 8 : 1;
+  using BlockMemory = Memory<B, (SPLITS > 1), kFloats>;
+  static_assert(kBoxWidth == kSquaresPart && (!kScales || B::kTile == kSquaresPart));
+};
+
 // SPLITS: blocks of a tile, a cluster along x. Further tokens along y.
-template <typename T, Epilogue EPILOGUE, typename B, int SPLITS>
+template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE, typename B, int SPLITS>
 __global__ void __launch_bounds__(B::kThreads + 32)
     skinny_linear(FusedLinear p, const __grid_constant__ Operands operands) {
   constexpr int kColumns = B::kColumns, kThreads = B::kThreads, kStages = B::kStages, kTile = B::kTile;
-  constexpr bool kAdd = EPILOGUE == Epilogue::kAdd, kSwiglu = EPILOGUE == Epilogue::kSwiglu;
-  constexpr int kShare = kColumns / SPLITS;  // columns that are a block's own
+  using K = Kind<PROLOGUE, EPILOGUE, B, SPLITS>;
+  constexpr int kShare = K::kShare;
   extern __shared__ __align__(1024) char storage[];
-  auto& memory = *reinterpret_cast<Memory<B, (SPLITS > 1)>*>(storage);
+  auto& memory = *reinterpret_cast<typename K::BlockMemory*>(storage);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS;
   const int steps = (p.in_features + kBoxWidth - 1) / kBoxWidth;
   const int begin = steps * rank / SPLITS, count = steps * (rank + 1) / SPLITS - begin;
@@ -115,26 +132,49 @@ __global__ void __launch_bounds__(B::kThreads + 32)
   // Of a column a lane has four sums: of two tokens, one behind the other, for each of two rows of the weight, which
   // are 8 apart, or gate and up of one output. What they become begins at `out`, in the first column of the block's
   // own; `left`: tokens from there on.
-  const int outputs = kSwiglu ? p.out_features / 2 : p.out_features;
-  const int feature = (tile * kTile + warp * 16) / (kSwiglu ? 2 : 1) + lane / 4;
+  const int outputs = K::kSwiglu ? p.out_features / 2 : p.out_features;
+  const int feature = (tile * kTile + warp * 16) / (K::kSwiglu ? 2 : 1) + lane / 4;
   const int token = rank * kShare * 8 + lane % 4 * 2, left = feature < outputs ? rows - token : 0;
   T* const out = static_cast<T*>(p.out) + (first_token + token) * p.out_stride + feature;
-  const auto place_of = [&](int j, int i) { return out + (8 * j + i % 2) * p.out_stride + i / 2 * 8; };
+  T* const scaled = static_cast<T*>(p.scaled) + static_cast<int64_t>(first_token + token) * p.out_features + feature;
+  const auto place_of = [&](T* first, int64_t stride, int j, int i) {
+    return first + (8 * j + i % 2) * stride + i / 2 * 8;
+  };
   const auto is_there = [&](int j, int i) { return 8 * j + i % 2 < left; };
 
   // Asked for now, so that nobody waits for them behind the products.
-  T bias[2] = {}, held[kShare][4] = {};
+  T bias[2] = {}, gain[2] = {}, held[kShare][4] = {};
   if (p.bias != nullptr && feature < outputs) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) bias[i] = static_cast<const T*>(p.bias)[feature + i * (kSwiglu ? outputs : 8)];
+    for (int i = 0; i < 2; ++i) bias[i] = static_cast<const T*>(p.bias)[feature + i * (K::kSwiglu ? outputs : 8)];
   }
-  if constexpr (kAdd) {
+  if constexpr (K::kAdd) {
 #pragma unroll
     for (int j = 0; j < kShare; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (is_there(j, i)) held[j][i] = *place_of(j, i);
+        if (is_there(j, i)) held[j][i] = *place_of(out, p.out_stride, j, i);
       }
+    }
+  }
+
+  if constexpr (K::kScales) {
+    if (feature < outputs) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) gain[i] = static_cast<const T*>(p.norm_weight)[feature + i * 8];
+    }
+  }
+  // A thread has some of a token's sums of squares, which are needed behind the products.
+  constexpr int kSharers = kThreads / B::kTokens, kAtOnce = 8;
+  float squares[kAtOnce] = {}, more = 0.0f;
+  if constexpr (K::kScaled) {
+    const int own = threadIdx.x % B::kTokens, sharer = threadIdx.x / B::kTokens;
+    if (own < rows) {
+      const float* column = p.squares + first_token + own;  // a step has a sum
+      const auto at = [&](int step) { return step < steps ? column[step * p.squares_stride] : 0.0f; };
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) squares[i] = at(sharer + kSharers * i);
+      for (int i = kAtOnce; sharer + kSharers * i < steps; ++i) more += at(sharer + kSharers * i);
     }
   }
 
@@ -156,22 +196,57 @@ __global__ void __launch_bounds__(B::kThreads + 32)
   }
   wait_products<0>();
   settle(sums);
+  if constexpr (K::kScaled) {
+    float sum = more;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) sum += squares[i];
+    memory.squares[threadIdx.x] = sum;
+  }
 
   const auto sums_of = [&](int column) {
     return float4{sums[4 * column], sums[4 * column + 1], sums[4 * column + 2], sums[4 * column + 3]};
   };
-  const auto finish = [&](int j, const float4& sum) {
+  const auto finish = [&](int j, float4 sum) {
+    if constexpr (K::kScaled) {
+      const float* squares = memory.squares + token + 8 * j;
+      float factors[2] = {};
+#pragma unroll
+      for (int i = 0; i < kThreads; i += B::kTokens) {
+        factors[0] += squares[i], factors[1] += squares[i + 1];
+      }
+#pragma unroll
+      for (float& factor : factors) factor = rsqrtf(fmaf(factor, p.inverse_width, p.eps));
+      sum.x *= factors[0], sum.y *= factors[1], sum.z *= factors[0], sum.w *= factors[1];
+    }
     const float first = static_cast<float>(bias[0]), second = static_cast<float>(bias[1]);
     const float values[4] = {sum.x + first, sum.y + first, sum.z + second, sum.w + second};
+    float2 squares = {};  // of two tokens, one behind the other
 #pragma unroll
-    for (int i = 0; i < (kSwiglu ? 2 : 4); ++i) {
+    for (int i = 0; i < (K::kSwiglu ? 2 : 4); ++i) {
       float value = values[i];
-      if constexpr (kSwiglu) value = silu(value) * values[i + 2];
-      if constexpr (kAdd) value += static_cast<float>(held[j][i]);
-      if (is_there(j, i)) *place_of(j, i) = static_cast<T>(value);
+      if constexpr (K::kSwiglu) value = silu(value) * values[i + 2];
+      if constexpr (K::kAdd) value += static_cast<float>(held[j][i]);
+      if (!is_there(j, i)) continue;
+      const T rounded = static_cast<T>(value);
+      *place_of(out, p.out_stride, j, i) = rounded;
+      if constexpr (K::kScales) {
+        const float kept = static_cast<float>(rounded);
+        *place_of(scaled, p.out_features, j, i) = static_cast<T>(kept * static_cast<float>(gain[i / 2]));
+        float& square = i % 2 == 0 ? squares.x : squares.y;
+        square = fmaf(kept, kept, square);
+      }
+    }
+    if constexpr (K::kScales) {  // of the warp's 16 features
+#pragma unroll
+      for (int apart = 4; apart < 32; apart *= 2) {
+        squares.x += __shfl_xor_sync(0xffffffffu, squares.x, apart);
+        squares.y += __shfl_xor_sync(0xffffffffu, squares.y, apart);
+      }
+      if (lane < 4) reinterpret_cast<float2*>(memory.squares + (warp * kShare + j) * 8)[lane] = squares;
     }
   };
   if constexpr (SPLITS == 1) {
+    if constexpr (K::kScaled) meet(kOwnBarrier, kThreads);
 #pragma unroll
     for (int j = 0; j < kShare; ++j) finish(j, sums_of(j));
   } else {
@@ -183,6 +258,7 @@ __global__ void __launch_bounds__(B::kThreads + 32)
       send(address_at(&memory.parts[slot * kThreads + threadIdx.x], to), address_at(&memory.gathered, to),
            sums_of(column));
     }
+    if constexpr (K::kScaled) meet(kOwnBarrier, kThreads);
     wait_barrier_of_cluster(&memory.gathered, 0);
 #pragma unroll
     for (int j = 0; j < kShare; ++j) {
@@ -196,11 +272,22 @@ __global__ void __launch_bounds__(B::kThreads + 32)
       finish(j, sum);
     }
   }
+  if constexpr (K::kScales) {  // and of the tile's 64
+    meet(kOwnBarrier, kThreads);
+    const int own = threadIdx.x, at = rank * kShare * 8 + own;
+    if (own < kShare * 8 && at < rows) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kThreads / 32; ++i) sum += memory.squares[i * kShare * 8 + own];
+      p.squares_out[tile * p.squares_stride + first_token + at] = sum;
+    }
+  }
 }
 
 using Narrow = Block<64, 1>;
 using Wide = Block<128, 2>;
-static_assert(2 * (sizeof(Memory<Narrow, true>) + 1024) <= 228 * 1024, "two blocks of a multiprocessor");
+static_assert(2 * (sizeof(Memory<Narrow, true, Narrow::kThreads>) + 1024) <= 228 * 1024,
+              "two blocks of a multiprocessor");
 
 // Tiles of weight rows, and of tokens.
 template <typename B>
@@ -222,7 +309,7 @@ int splits_of(const FusedLinear& p) {
   return splits;
 }
 
-template <typename T, Epilogue EPILOGUE, typename B, int SPLITS>
+template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE, typename B, int SPLITS>
 void launch_shaped(const FusedLinear& p, cudaStream_t stream) {
   // Boxes of the weight are pairs of eight rows: neighbours, or eight of gate and eight of up.
   const int64_t width = p.in_features, pairs = p.out_features / 16;
@@ -233,32 +320,40 @@ void launch_shaped(const FusedLinear& p, cudaStream_t stream) {
       tensor_map<4>(p.dtype, p.x, {width, p.rows, 1, 1}, {p.x_stride, p.x_stride, p.x_stride},
                     {kBoxWidth, B::kTokens, 1, 1})};
   const dim3 tiles = tiles_of<B>(p);
-  launch_cluster(skinny_linear<T, EPILOGUE, B, SPLITS>, dim3(tiles.x * SPLITS, tiles.y), dim3(B::kThreads + 32), SPLITS,
-                 stream, Overlap::kBehindOurs, static_cast<int>(sizeof(Memory<B, (SPLITS > 1)>)), p, operands);
+  constexpr int kShared = sizeof(typename Kind<PROLOGUE, EPILOGUE, B, SPLITS>::BlockMemory);
+  launch_cluster(skinny_linear<T, PROLOGUE, EPILOGUE, B, SPLITS>, dim3(tiles.x * SPLITS, tiles.y),
+                 dim3(B::kThreads + 32), SPLITS, stream, Overlap::kBehindOurs, kShared, p, operands);
 }
 
-template <typename T, Epilogue EPILOGUE>
-void launch_typed(const FusedLinear& p, cudaStream_t stream) {
+template <typename T, Prologue PROLOGUE, Epilogue EPILOGUE>
+void launch_split(const FusedLinear& p, cudaStream_t stream) {
   if constexpr (EPILOGUE == Epilogue::kSwiglu) {
-    if (p.rows > Wide::kTokens) return launch_shaped<T, EPILOGUE, Wide, 1>(p, stream);
+    if (p.rows > Wide::kTokens) return launch_shaped<T, PROLOGUE, EPILOGUE, Wide, 1>(p, stream);
   }
   switch (splits_of(p)) {
     case 1:
-      return launch_shaped<T, EPILOGUE, Narrow, 1>(p, stream);
+      return launch_shaped<T, PROLOGUE, EPILOGUE, Narrow, 1>(p, stream);
     case 2:
-      return launch_shaped<T, EPILOGUE, Narrow, 2>(p, stream);
+      return launch_shaped<T, PROLOGUE, EPILOGUE, Narrow, 2>(p, stream);
     case 4:
-      return launch_shaped<T, EPILOGUE, Narrow, 4>(p, stream);
+      return launch_shaped<T, PROLOGUE, EPILOGUE, Narrow, 4>(p, stream);
     default:
-      return launch_shaped<T, EPILOGUE, Narrow, 8>(p, stream);
+      return launch_shaped<T, PROLOGUE, EPILOGUE, Narrow, 8>(p, stream);
   }
 }
 
+template <typename T, Prologue PROLOGUE>
+void launch_behind(const FusedLinear& p, cudaStream_t stream) {
+  if (p.epilogue == Epilogue::kSwiglu) return launch_split<T, PROLOGUE, Epilogue::kSwiglu>(p, stream);
+  launch_split<T, PROLOGUE, Epilogue::kStore>(p, stream);
+}
+
 template <typename T>
-void launch_for_epilogue(const FusedLinear& p, cudaStream_t stream) {
-  if (p.epilogue == Epilogue::kAdd) return launch_typed<T, Epilogue::kAdd>(p, stream);
-  if (p.epilogue == Epilogue::kSwiglu) return launch_typed<T, Epilogue::kSwiglu>(p, stream);
-  launch_typed<T, Epilogue::kStore>(p, stream);
+void launch_typed(const FusedLinear& p, cudaStream_t stream) {
+  if (p.epilogue == Epilogue::kAdd) return launch_split<T, Prologue::kNone, Epilogue::kAdd>(p, stream);
+  if (p.epilogue == Epilogue::kAddScale) return launch_split<T, Prologue::kNone, Epilogue::kAddScale>(p, stream);
+  if (p.prologue == Prologue::kScaled) return launch_behind<T, Prologue::kScaled>(p, stream);
+  launch_behind<T, Prologue::kNone>(p, stream);
 }
 
 }  // namespace
@@ -269,7 +364,7 @@ bool takes_skinny(const FusedLinear& p) {
   // tile of tokens, and have less to gain from what goes on beside a product.
   constexpr int64_t kMostShared = int64_t{6144} * 1024;
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  return p.dtype != Dtype::kFloat32 && p.prologue == Prologue::kNone && p.rows > kFewRows && p.rows <= kMostRows &&
+  return p.dtype != Dtype::kFloat32 && p.prologue != Prologue::kRmsNorm && p.rows > kFewRows && p.rows <= kMostRows &&
          p.in_features > 0 && p.in_features % 8 == 0 && p.out_features > 0 && p.out_features % 16 == 0 &&
          (p.rows <= Narrow::kTokens || int64_t{p.in_features} * p.out_features <= kMostShared) &&
          p.out_features <= kMostOutputs && p.x_stride >= p.in_features && p.x_stride % 8 == 0 && p.contiguous &&
@@ -277,8 +372,8 @@ bool takes_skinny(const FusedLinear& p) {
 }
 
 void launch_skinny_linear(const FusedLinear& p, cudaStream_t stream) {
-  if (p.dtype == Dtype::kFloat16) return launch_for_epilogue<__half>(p, stream);
-  launch_for_epilogue<__nv_bfloat16>(p, stream);
+  if (p.dtype == Dtype::kFloat16) return launch_typed<__half>(p, stream);
+  launch_typed<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace rooflight

@@ -1,7 +1,8 @@
 // Matrix products with what stands before and after them, and SwiGLU's element-wise half, as PyTorch operators.
 //
 // For few rows (decoding at small batch) one kernel of ours does all. For some more, a norm in front is a kernel of its
-// own. Otherwise the product is PyTorch's, which takes it to cuBLAS, with our kernels around it.
+// own, or half a part of the product in front and half of the one behind. Otherwise the product is PyTorch's, which
+// takes it to cuBLAS, with our kernels around it.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -55,14 +56,24 @@ FusedLinear checked(const Operand& x, const Operand& weight, const std::optional
   return p;
 }
 
+void check_eps(FusedLinear& p, double eps) {
+  if (!(eps >= 0)) fail("eps", "be zero or more", std::to_string(eps));
+  p.eps = static_cast<float>(eps);
+  p.inverse_width = p.in_features > 0 ? 1.0f / static_cast<float>(p.in_features) : 0.0f;
+}
+
 void check_norm(FusedLinear& p, const Operand& x, const Operand& norm_weight, double eps) {
   norm_weight.check_same_dtype(x);
   norm_weight.check_weight(x);
-  if (!(eps >= 0)) fail("eps", "be zero or more", std::to_string(eps));
+  check_eps(p, eps);
   p.prologue = Prologue::kRmsNorm;
   p.norm_weight = norm_weight.data();
-  p.eps = static_cast<float>(eps);
-  p.inverse_width = p.in_features > 0 ? 1.0f / static_cast<float>(p.in_features) : 0.0f;
+}
+
+void check_pairs(const FusedLinear& p) {
+  if (p.out_features % 2 != 0) {
+    fail("weight", "have an even number of rows (gate and up)", std::to_string(p.out_features));
+  }
 }
 
 Tensor normed(const Operand& x, const FusedLinear& p) {
@@ -138,9 +149,9 @@ void add_product(const Operand& residual, const Tensor& residual_tensor, const O
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), rows.get(), columns.get(), 1.0, 1.0));
 }
 
-void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
-                const std::optional<Tensor>& bias) {
-  const Operand residual("residual", residual_tensor), x("x", x_tensor), weight("weight", weight_tensor);
+// Of residual += x @ weight^T + bias.
+FusedLinear checked_sum(const Operand& residual, const Operand& x, const Operand& weight,
+                        const std::optional<Tensor>& bias) {
   residual.check_values();
   x.check_same_dtype(residual);
   x.check_same_device(residual);
@@ -153,13 +164,102 @@ void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& we
   if (residual.data() == x.data() && x.numel() > 0)
     fail("residual", "not be x, which is read meanwhile", "the same memory");
   const Rows rows = residual.as_rows();
-  const DeviceGuard guard(x.device());
   p.epilogue = Epilogue::kAdd;
   p.out = rows.data;
   p.out_stride = rows.stride;
+  return p;
+}
+
+void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                const std::optional<Tensor>& bias) {
+  const Operand residual("residual", residual_tensor), x("x", x_tensor), weight("weight", weight_tensor);
+  const FusedLinear p = checked_sum(residual, x, weight, bias);
+  const DeviceGuard guard(x.device());
   if (takes_few_rows(p)) return launch_few_rows_linear(p, current_stream(x.device()));
   if (takes_skinny(p)) return launch_skinny_linear(p, current_stream(x.device()));
   add_product(residual, residual_tensor, x, x_tensor, weight_tensor, bias);
+}
+
+// Sums of squares of parts of the rows of `data`, which are `width` wide.
+void check_squares(const Operand& squares, const Operand& data, int64_t width) {
+  squares.check_dtype(ScalarType::Float);
+  squares.check_same_device(data);
+  bool same = squares.dim() == data.dim() && squares.last_size() == squares_parts(static_cast<int>(width));
+  for (int64_t i = 0; same && i + 1 < data.dim(); ++i) same = squares.sizes()[i] == data.sizes()[i];
+  if (!same) {
+    fail("squares", "have a sum for each " + std::to_string(kSquaresPart) + " of the rows of " + data.shape_name(),
+         squares.shape_name());
+  }
+}
+
+// From one part to the next, where the sums of each lie together, as the kernel writes and reads them; else 0.
+int64_t stride_of_parts(const Operand& squares) {
+  int64_t rows = 1;
+  for (int64_t i = squares.dim() - 2; i >= 0; --i) {
+    if (squares.sizes()[i] > 1 && squares.strides()[i] != rows) return 0;
+    rows *= squares.sizes()[i];
+  }
+  const int64_t stride = squares.strides()[squares.dim() - 1];
+  return squares.last_size() <= 1 || stride >= rows ? stride : 0;
+}
+
+void linear_add_scale(Tensor residual_tensor, Tensor scaled_tensor, Tensor squares_tensor, const Tensor& x_tensor,
+                      const Tensor& weight_tensor, const Tensor& norm_tensor, const std::optional<Tensor>& bias) {
+  const Operand residual("residual", residual_tensor), scaled("scaled", scaled_tensor);
+  const Operand squares("squares", squares_tensor), x("x", x_tensor), weight("weight", weight_tensor);
+  const Operand norm_weight("norm_weight", norm_tensor);
+  FusedLinear p = checked_sum(residual, x, weight, bias);
+  scaled.check_same_shape(residual);
+  scaled.check_same_dtype(residual);
+  scaled.check_same_device(residual);
+  scaled.check_not_expanded();
+  scaled.check_not_same_memory(residual);
+  if (scaled.data() == x.data() && x.numel() > 0)
+    fail("scaled", "not be x, which is read meanwhile", "the same memory");
+  check_squares(squares, residual, residual.last_size());
+  squares.check_not_expanded();
+  norm_weight.check_same_dtype(residual);
+  norm_weight.check_weight(residual);
+  const DeviceGuard guard(x.device());
+  p.epilogue = Epilogue::kAddScale;
+  p.norm_weight = norm_weight.data();
+  p.scaled = scaled.data();
+  p.squares_out = static_cast<float*>(squares.data());
+  p.squares_stride = stride_of_parts(squares);
+  if (scaled.is_contiguous() && p.squares_stride > 0 && takes_skinny(p)) {
+    return launch_skinny_linear(p, current_stream(x.device()));
+  }
+  std::array<StableIValue, 7> stack{
+      from(residual_tensor), from(scaled_tensor), from(squares_tensor), from(x_tensor), from(weight_tensor),
+      from(norm_tensor),     from(bias)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("rooflight::linear_add_scale_", "ref", stack.data(), TORCH_ABI_VERSION));
+}
+
+// y = (x @ weight^T) / root mean square + bias, and what is behind it; `name`: of the operator.
+Tensor scaled_product(const char* name, Epilogue epilogue, const Tensor& x_tensor, const Tensor& squares_tensor,
+                      const Tensor& weight_tensor, const std::optional<Tensor>& bias, double eps) {
+  const Operand x("x", x_tensor), squares("squares", squares_tensor), weight("weight", weight_tensor);
+  FusedLinear p = checked(x, weight, bias);
+  check_squares(squares, x, x.last_size());
+  check_eps(p, eps);
+  if (epilogue == Epilogue::kSwiglu) check_pairs(p);
+  const DeviceGuard guard(x.device());
+  p.prologue = Prologue::kScaled;
+  p.epilogue = epilogue;
+  p.squares = static_cast<const float*>(squares.data());
+  p.squares_stride = stride_of_parts(squares);
+  if (p.squares_stride > 0 && takes_skinny(p)) return launched(p, x, launch_skinny_linear);
+  return call(name, "ref", x_tensor, squares_tensor, weight_tensor, bias, eps);
+}
+
+Tensor scaled_linear(const Tensor& x, const Tensor& squares, const Tensor& weight, const std::optional<Tensor>& bias,
+                     double eps) {
+  return scaled_product("rooflight::scaled_linear", Epilogue::kStore, x, squares, weight, bias, eps);
+}
+
+Tensor scaled_swiglu(const Tensor& x, const Tensor& squares, const Tensor& weight, const std::optional<Tensor>& bias,
+                     double eps) {
+  return scaled_product("rooflight::scaled_swiglu", Epilogue::kSwiglu, x, squares, weight, bias, eps);
 }
 
 Tensor silu_and_mul_of(const Operand& x) {
@@ -188,9 +288,7 @@ Tensor rms_norm_swiglu(const Tensor& x_tensor, const Tensor& norm_tensor, const 
   const Operand x("x", x_tensor), norm_weight("norm_weight", norm_tensor), weight("weight", weight_tensor);
   FusedLinear p = checked(x, weight, bias);
   check_norm(p, x, norm_weight, eps);
-  if (p.out_features % 2 != 0) {
-    fail("weight", "have an even number of rows (gate and up)", std::to_string(p.out_features));
-  }
+  check_pairs(p);
   const DeviceGuard guard(x.device());
   p.epilogue = Epilogue::kSwiglu;
   if (takes_few_rows(p)) return launched(p, x, launch_few_rows_linear);
@@ -204,6 +302,9 @@ Tensor rms_norm_swiglu(const Tensor& x_tensor, const Tensor& norm_tensor, const 
 STABLE_TORCH_LIBRARY_IMPL(rooflight, CUDA, library) {
   library.impl("rms_norm_linear.cuda", TORCH_BOX(&rms_norm_linear));
   library.impl("linear_add_.cuda", TORCH_BOX(&linear_add));
+  library.impl("linear_add_scale_.cuda", TORCH_BOX(&linear_add_scale));
+  library.impl("scaled_linear.cuda", TORCH_BOX(&scaled_linear));
+  library.impl("scaled_swiglu.cuda", TORCH_BOX(&scaled_swiglu));
   library.impl("rms_norm_swiglu.cuda", TORCH_BOX(&rms_norm_swiglu));
   library.impl("silu_and_mul.cuda", TORCH_BOX(&silu_and_mul));
 }

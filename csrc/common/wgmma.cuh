@@ -21,6 +21,11 @@ namespace rooflight {
 
 constexpr int kGroupDepth = 16;  // of one product
 
+// So many threads of a block, whole warps, wait for each other at one of its barriers 1 to 15.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // An operand in shared memory, for the products: its place, in units of 16 bytes, and where the rest of it is. Steps
 // add to `place`, which 32 bits hold, so that few instructions go between products.
 struct GroupOperand {

@@ -101,6 +101,18 @@ HAND_COUNTS: dict[str, Callable[[Named], tuple[int, int]]] = {
         a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size() // 2,
     ),
     "linear_add_": lambda a: (size(a["residual"], a["x"], a["weight"], a["bias"]), size(a["residual"])),
+    "linear_add_scale_": lambda a: (
+        size(a["residual"], a["x"], a["weight"], a["norm_weight"], a["bias"]),
+        size(a["residual"], a["scaled"], a["squares"]),
+    ),
+    "scaled_linear": lambda a: (
+        size(a["x"], a["squares"], a["weight"], a["bias"]),
+        a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size(),
+    ),
+    "scaled_swiglu": lambda a: (
+        size(a["x"], a["squares"], a["weight"], a["bias"]),
+        a["x"].shape[0] * a["weight"].shape[0] * a["x"].element_size() // 2,
+    ),
     "embedding": lambda a: (
         size(a["ids"]) + a["ids"].numel() * size(a["weight"][0]),
         a["ids"].numel() * size(a["weight"][0]),

@@ -83,6 +83,7 @@ PARTNERS = {
     ("decode_attention", "seq_lens"): "block_table",
     ("linear", "weight"): "bias",
     ("linear_add_", "x"): "weight",
+    ("linear_add_scale_", "x"): "weight",
     ("penalize_logits_", "bias_ids"): "bias_values",
     ("penalize_logits_", "output_counts"): "prompt_mask",
     ("prompt_attention", "k_cache"): "v_cache",
@@ -93,6 +94,8 @@ PARTNERS = {
     ("qk_norm_rope_cache_", "k_cache"): "v_cache",
     ("rms_norm_linear", "weight"): "bias",
     ("rms_norm_swiglu", "weight"): "bias",
+    ("scaled_linear", "weight"): "bias",
+    ("scaled_swiglu", "weight"): "bias",
 }
 
 

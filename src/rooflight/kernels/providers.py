@@ -40,6 +40,7 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "linear_add_",
+    "linear_add_scale_",
     "prefill_attention",
     "qk_norm_rope_attention_",
     "qk_norm_rope_cache_",
@@ -49,6 +50,8 @@ CUDA = (  # operators whose `.cuda` overload the compiled library implements
     "rms_norm_swiglu",
     "rope",
     "rope_",
+    "scaled_linear",
+    "scaled_swiglu",
     "silu_and_mul",
 )
 # Operators whose compiled kernel calls the Triton overload for arguments that it does not take.

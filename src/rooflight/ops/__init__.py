@@ -19,6 +19,7 @@ from rooflight.ops.qk_norm_rope_attention import qk_norm_rope_attention_
 from rooflight.ops.qk_norm_rope_cache import qk_norm_rope_cache_
 from rooflight.ops.rope import rope, rope_
 from rooflight.ops.sample import NO_TOKEN, sample
+from rooflight.ops.scaled_linear import empty_scaled, linear_add_scale_, scaled_linear, scaled_swiglu, serves_scaled
 
 __all__ = [
     "NO_TOKEN",
@@ -32,6 +33,7 @@ __all__ = [
     "decode_attention",
     "decode_attention_lse",
     "embedding",
+    "empty_scaled",
     "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
@@ -39,6 +41,7 @@ __all__ = [
     "layer_norm_backward",
     "linear",
     "linear_add_",
+    "linear_add_scale_",
     "merge_attention",
     "pack_weight",
     "penalize_logits_",
@@ -54,6 +57,9 @@ __all__ = [
     "rope",
     "rope_",
     "sample",
+    "scaled_linear",
+    "scaled_swiglu",
+    "serves_scaled",
     "silu_and_mul",
     "top_logprobs",
 ]
