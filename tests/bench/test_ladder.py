@@ -67,11 +67,11 @@ def report(monkeypatch: pytest.MonkeyPatch) -> LadderReport:
 
 
 def test_every_rung_adds_one_switch_to_those_before() -> None:
+    names = [part.name for part in fields(Recipe) if part.name != "scaled"]  # which does nothing for one sequence
     switches = [
-        {**{part.name: getattr(rung.recipe, part.name) for part in fields(Recipe)}, "graphs": rung.graphs,
-         "steps": rung.steps > 1}
+        {**{name: getattr(rung.recipe, name) for name in names}, "graphs": rung.graphs, "steps": rung.steps > 1}
         for rung in RUNGS
-    ]  # fmt: skip
+    ]
     assert not any(switches[0].values())
     assert all(switches[-1].values())
     added = []

@@ -53,12 +53,12 @@ def test_profile(tables: Any, tmp_path: Path) -> None:
 
 
 def test_measured(tables: Any, tmp_path: Path) -> None:
-    steps = (DECODE, Step("decode", 64, 1024))
+    steps = (DECODE, Step("decode", 512, 1024))
     found = report(*steps)
     results.write(tmp_path, "explain_measured", found.as_data("explain"))
     lines = tables.measured_steps().splitlines()
     few, many = found.profiles
-    for line, profile, case in zip(lines[2:4], found.profiles, ("1 × 1,024", "64 × 1,024"), strict=True):
+    for line, profile, case in zip(lines[2:4], found.profiles, ("1 × 1,024", "512 × 1,024"), strict=True):
         times = " | ".join(f"{us:,.1f}" if us < 1000 else f"{us:,.0f}" for us in
                            (profile.stream_us, profile.graph_us, profile.foretold_us, profile.step_us))  # fmt: skip
         assert line.startswith(f"| decode {case} | {times} | {profile.error:+.0%} |")
@@ -66,7 +66,7 @@ def test_measured(tables: Any, tmp_path: Path) -> None:
     assert 0.1 < -many.error < 0.2
     assert "1 of 2 steps are foretold within 20 %." in lines[-1]
     lines = tables.measured_operators().splitlines()
-    assert lines[0] == "| µs a step, error of what was foretold | 1 × 1,024 | 64 × 1,024 |"
+    assert lines[0] == "| µs a step, error of what was foretold | 1 × 1,024 | 512 × 1,024 |"
     assert "| `linear_add_ o` | 56.0 +70% | 112.0 -15% |" in lines
     assert "| `advance_decode_` | 2.00 -76% | 2.00 -76% |" in lines
     lines = tables.laws().splitlines()

@@ -13,13 +13,14 @@ from rooflight import LLM, SamplingParams, ops
 from rooflight.engine.core import Engine
 from rooflight.engine.graph_runner import GraphRunner
 from rooflight.engine.scheduler import Scheduler
-from rooflight.limits.trace import ON_GPU, PLAIN, Call, Recorder, Step, trace
+from rooflight.limits.trace import PLAIN, Call, Recorder, Step, trace
 from rooflight.models.checkpoint.base import CheckpointError
 from rooflight.models.decoder import DecoderLayer
 from rooflight.models.load import load_config
-from rooflight.models.recipe import Recipe
+from rooflight.models.recipe import Recipe, on_gpu
 
 TINY = load_config("random:tiny")
+ON_GPU = on_gpu(TINY.dtype)
 
 
 def ours(calls: list[Call]) -> list[tuple[str, str, int | None]]:

@@ -14,11 +14,15 @@ import torch
 
 from rooflight.limits.trace import Step, trace
 from rooflight.models import Decoder, load_config, load_model
-from rooflight.models.recipe import Recipe
+from rooflight.models.recipe import Recipe, on_gpu
 from tests.models import tiny
 
 SWITCHES = [field.name for field in fields(Recipe)]
-COMBINATIONS = [Recipe(*values) for values in product((False, True), repeat=len(SWITCHES))]
+COMBINATIONS = [
+    recipe
+    for values in product((False, True), repeat=len(SWITCHES))
+    if (recipe := Recipe(*values)).projections or not recipe.scaled  # by itself it does nothing
+]
 LENGTH = 24
 BOUND = 1e-5  # of the largest logit, as against transformers
 NAIVE = Recipe(norm=False, rope=False, grouped=False, split=False)
@@ -114,7 +118,31 @@ def test_each_switch_runs_what_it_names() -> None:
     together = operators(Recipe(projections=True, attention=True))
     assert fused - together == Counter(qk_norm_rope_cache_=28, decode_attention=28)
     assert together - fused == Counter(qk_norm_rope_attention_=28)
+    assert operators(on_gpu(torch.bfloat16)) == together  # one row: norms are in the products
     assert sum(together.values()) < sum(fused.values()) < sum(default.values()) < sum(naive.values())
+
+
+def test_norms_of_tens_of_rows_are_shared_by_two_products() -> None:
+    """But the first one, which no product is in front of, and the last one, whose rows are few of a prompt's."""
+    config = load_config("random:qwen3-0.6b")
+    names = "rms_norm_linear", "scaled_linear", "linear_add_", "linear_add_scale_", "rms_norm_swiglu", "scaled_swiglu"
+
+    def found(batch: int, dtype: torch.dtype = torch.bfloat16, width: int = config.intermediate_size) -> list[int]:
+        model = replace(config, intermediate_size=width)
+        calls = Counter(call.operator for call in trace(model, Step("decode", batch, 100), on_gpu(dtype)))
+        return [calls[name] for name in names]
+
+    apart, shared = [29, 0, 56, 0, 28, 0], [2, 27, 1, 55, 0, 28]
+    assert [found(batch) for batch in (1, 8, 9, 64, 256, 257)] == [apart, apart, shared, shared, shared, apart]
+    assert found(64, torch.float16) == found(64, torch.float32) == apart
+    larger = 2 * config.intermediate_size
+    assert [found(batch, width=larger) for batch in (64, 65)] == [shared, apart]
+
+
+def test_of_a_prompt_with_few_wanted_rows_the_last_layer_shares_its_norm() -> None:
+    step = Step("prefill", 16, 40)
+    calls = Counter(c.operator for c in trace(load_config("random:qwen3-0.6b"), step, on_gpu(torch.bfloat16)))
+    assert (calls["linear_add_scale_"], calls["scaled_swiglu"], calls["scaled_linear"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["rope", "grouped", "split"])

@@ -21,7 +21,7 @@ from rooflight.bench.timing import replay_us
 from rooflight.limits.ceilings import Ceilings
 from rooflight.limits.explanation import placed_calls
 from rooflight.limits.laws import Point, bound_of
-from rooflight.limits.scenario import COLLECTIVES, Placed, Scenario
+from rooflight.limits.scenario import COLLECTIVES, PRODUCTS, Placed, Scenario
 from rooflight.limits.trace import PAGE_SIZE, Step
 from rooflight.models.config import ModelConfig
 
@@ -124,11 +124,16 @@ def _product(config: ModelConfig, step: Step, item: Placed, device: Device) -> l
     sets = sets_of(given * out * call.dtype.itemsize, device.l2_bytes)
     weights = [_randn(item, device, out, given) * given**-0.5 for _ in range(sets)]
     x, norm, residual = _randn(item, device, rows, given), _randn(item, device, given), _randn(item, device, rows, out)
+    next_norm, left = _randn(item, device, out), ops.empty_scaled(residual)  # for the product behind
+    squares = torch.ones_like(ops.empty_scaled(x)[1])
     run: Callable[[torch.Tensor], object] = {
         "linear": lambda weight: ops.linear(x, weight),
         "rms_norm_linear": lambda weight: ops.rms_norm_linear(x, norm, weight),
         "rms_norm_swiglu": lambda weight: ops.rms_norm_swiglu(x, norm, weight),
         "linear_add_": lambda weight: ops.linear_add_(residual, x, weight),
+        "scaled_linear": lambda weight: ops.scaled_linear(x, squares, weight),
+        "scaled_swiglu": lambda weight: ops.scaled_swiglu(x, squares, weight),
+        "linear_add_scale_": lambda weight: ops.linear_add_scale_(residual, *left, x, weight, next_norm),
     }[call.operator]
     return [lambda weight=weight: run(weight) for weight in weights]  # type: ignore[misc]
 
@@ -223,7 +228,7 @@ def _index(config: ModelConfig, step: Step, item: Placed, device: Device) -> lis
 
 
 BUILDERS: dict[str, Callable[[ModelConfig, Step, Placed, Device], list[Closure]]] = {
-    **dict.fromkeys(("linear", "rms_norm_linear", "rms_norm_swiglu", "linear_add_"), _product),
+    **dict.fromkeys(PRODUCTS, _product),
     "decode_attention": _decode_attention,
     "prefill_attention": _prefill_attention,
     "qk_norm_rope_attention_": _step_attention,

@@ -35,7 +35,7 @@ from rooflight.engine.runner import Runner
 from rooflight.engine.sequence import Sequence
 from rooflight.engine.static_batch import DecodeBatch, Model, PromptBatch, PromptSize
 from rooflight.models.decoder import Decoder
-from rooflight.models.recipe import Recipe
+from rooflight.models.recipe import Recipe, on_gpu
 from rooflight.ops import REGISTRY
 
 MOST_STEPS = 8  # of a launch: what the host needs for a step, at batch 1, is more than the GPU does
@@ -64,7 +64,10 @@ class GraphRunner(Runner):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__(decoder, cache, max_model_len)
-        decoder.recipe = replace(decoder.recipe, projections=True, attention=True) if recipe is None else recipe
+        if recipe is None:
+            recipe = on_gpu(decoder.embed.dtype)
+            recipe = replace(recipe, scaled=recipe.scaled and scales(self.device))
+        decoder.recipe = recipe
         self.most_steps = most_steps
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
         heads = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -226,6 +229,12 @@ class GraphRunner(Runner):
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+
+def scales(device: torch.device) -> bool:
+    """Whether csrc/skinny_linear.cu serves there; where it does not, `recipe.scaled` is slower than the norms."""
+    there = device.type == "cuda" and REGISTRY["linear_add_scale_"].active.get("cuda") == "cuda"
+    return there and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def compiled_prompts(device: torch.device, head_dim: int, heads: int, page_size: int) -> bool:

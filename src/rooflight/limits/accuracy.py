@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from rooflight.limits.ceilings import Ceilings
-from rooflight.limits.trace import ON_GPU, Step, trace
+from rooflight.limits.trace import Step, trace
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import on_gpu
 
 OURS = "rooflight"  # the contender whose times are foretold
 FEWEST_ROWS = 3  # of two unknowns
@@ -54,7 +55,8 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
     """
     rows = _measured(folder, card)
     rate = 2 / (1 / card.read_rate(1e12) + 1 / card.write_rate)
-    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16), ON_GPU))
+    recipe = on_gpu(config.dtype)
+    calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16), recipe))
     operators = list(dict.fromkeys([*calls, *(row["operator"] for row in rows)]))
     fits = []
     for operator in operators:

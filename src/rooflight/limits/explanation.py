@@ -13,8 +13,9 @@ import torch
 from rooflight.limits.bounds import Bound, bound, memory_us
 from rooflight.limits.ceilings import Ceilings, ceilings
 from rooflight.limits.scenario import NAMES, PRODUCTS, Placed, Scenario, kv_element_bytes, place
-from rooflight.limits.trace import ON_GPU, PAGE_SIZE, PLAIN, Call, Step, trace
+from rooflight.limits.trace import PAGE_SIZE, PLAIN, Call, Step, trace
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import on_gpu
 
 SHARE = 0.9  # of the memory beside the weights that a cache and its work may take
 
@@ -165,7 +166,7 @@ def placed_calls(config: ModelConfig, scenario: Scenario) -> list[Placed]:
 
 @lru_cache(maxsize=64)
 def _traced(config: ModelConfig, step: Step, alone: bool) -> tuple[Call, ...]:
-    return tuple(trace(config, step, ON_GPU if alone else PLAIN))
+    return tuple(trace(config, step, on_gpu(config.dtype) if alone else PLAIN))
 
 
 def name_of(call: Call) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ class Placed:
 
 
 COLLECTIVES = ("all_reduce", "all_gather")
-PRODUCTS = ("linear", "rms_norm_linear", "rms_norm_swiglu", "linear_add_")  # with one of the projections' weights
+SUMS = ("linear_add_", "linear_add_scale_")
+PRODUCTS = (  # with one of the projections' weights
+    "linear", "rms_norm_linear", "rms_norm_swiglu", "scaled_linear", "scaled_swiglu", *SUMS,
+)  # fmt: skip
 BY_ROWS = ("o", "down")  # projections whose input is cut, and not their output
 BY_HEADS = (  # cut whole
     "decode_attention", "prefill_attention", "qk_norm_rope_attention_", "qk_norm_rope_cache_", "silu_and_mul",
@@ -137,10 +141,10 @@ def _product(call: Call, scenario: Scenario) -> Placed:
         computed, format_ = 1, scenario.compute
         element = min(element, 1)
     normed = call.operator.startswith("rms_norm")
-    norm = call.shape[-1] if normed else 0
+    norm = call.shape[-1] if normed or call.operator == "linear_add_scale_" else 0
     weights = norm * size + (call.weight_elements - norm) * element / tp
     given: float = call.cost.bytes_read - call.weight_elements * size
-    added = call.cost.bytes_written if call.operator == "linear_add_" else 0
+    added = prod(call.shape) * size if call.operator in SUMS else 0  # the residual
     given = given if normed else added + (given - added) * computed / size
     rows = call.label in BY_ROWS
     cost = replace(

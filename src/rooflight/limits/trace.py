@@ -197,7 +197,6 @@ class Step:
 
 
 PLAIN = Recipe()
-ON_GPU = Recipe(projections=True, attention=True)  # as the runner of a GPU sets it
 
 
 def trace(config: ModelConfig, step: Step, recipe: Recipe = PLAIN) -> list[Call]:

@@ -14,8 +14,8 @@ done, and no row needs another's after it: from there on only the rows that are 
 
 With `recipe.projections` the norms, SwiGLU and the residual's sums are part of the projections instead, and with
 `recipe.attention` a decode step's attention normalises, turns and writes as well: five launches a layer, for decoding a
-few sequences, where a launch costs as much as its bytes. The recipe's other switches take apart what is one operator
-above, to show what it gives (`rooflight ladder`).
+few sequences, where a launch costs as much as its bytes. With `recipe.scaled` it is five for tens of sequences too.
+The recipe's other switches take apart what is one operator above, to show what it gives (`rooflight ladder`).
 
 It knows neither requests nor devices: shapes depend only on `num_tokens` and `num_seqs`, nothing is read back to
 the host, so the same code runs eagerly, inside a CUDA graph and under fake tensors.
@@ -35,6 +35,8 @@ from rooflight.models.config import ModelConfig
 from rooflight.models.recipe import KvCache, Recipe, add_norm, attend, norm_rope_cache, with_parts
 from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
+
+Scaled = tuple[torch.Tensor, torch.Tensor]  # of a residual, what `ops.linear_add_scale_` leaves for the next product
 
 
 class Linear(nn.Module):
@@ -77,6 +79,9 @@ class DecoderLayer(nn.Module):
         self.packed_heads = sum(self.heads)
         self.q_width = config.num_heads * config.head_dim
         self.window = config.sliding_windows[index]
+        self.most_elements = config.hidden_size * max(  # of a projection's weight
+            self.packed_heads * config.head_dim, 2 * config.intermediate_size
+        )
         self.communicator = communicator
         self.qkv, self.o, self.gate_up, self.down = Linear(), Linear(), Linear(), Linear()
         self.register_parameter("q_norm", None)
@@ -111,6 +116,8 @@ class DecoderLayer(nn.Module):
     def forward_fused(
         self,
         residual: torch.Tensor,
+        scaled: Scaled | None,
+        next_norm: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         cache: KvCache,
@@ -119,20 +126,38 @@ class DecoderLayer(nn.Module):
         decode: bool,
         recipe: Recipe,
         wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Scaled | None]:
         """The layer on `residual` (num_tokens, hidden_size) alone, in place; for one rank.
 
-        Returns residual (rows, hidden_size), as `forward` does.
+        scaled: of residual, if the layer before has left it. next_norm: of the layer behind, which may be left one.
+        Returns residual (rows, hidden_size), as `forward` does, and what is left of it.
         """
-        qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
-        packed = ops.rms_norm_linear(residual, self.input_norm, qkv.weight, qkv.bias, self.eps)
+        qkv, gate_up = self.qkv, self.gate_up
+        if scaled is None:
+            packed = ops.rms_norm_linear(residual, self.input_norm, qkv.weight, qkv.bias, self.eps)
+        else:
+            packed = ops.scaled_linear(*scaled, qkv.weight, qkv.bias, self.eps)
         mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode, recipe)
         if wanted is not None:
             mixed, residual = mixed[wanted], residual[wanted]
-        ops.linear_add_(residual, mixed, o.weight, o.bias)
-        gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)
-        ops.linear_add_(residual, gated, down.weight, down.bias)
-        return residual
+        scales = recipe.scaled and ops.serves_scaled(residual.shape[0], self.most_elements)
+        scaled = self._add(residual, mixed, self.o, self.post_norm if scales else None)
+        if scaled is None:
+            gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)
+        else:
+            gated = ops.scaled_swiglu(*scaled, gate_up.weight, gate_up.bias, self.eps)
+        return residual, self._add(residual, gated, self.down, next_norm if scales else None)
+
+    def _add(
+        self, residual: torch.Tensor, x: torch.Tensor, projection: Linear, norm: torch.Tensor | None
+    ) -> Scaled | None:
+        """Into residual; norm: of the product behind, to which its half is left."""
+        if norm is None:
+            ops.linear_add_(residual, x, projection.weight, projection.bias)
+            return None
+        scaled, squares = ops.empty_scaled(residual)
+        ops.linear_add_scale_(residual, scaled, squares, x, projection.weight, norm, projection.bias)
+        return scaled, squares
 
     def _mix(
         self,
@@ -251,8 +276,11 @@ class Decoder(nn.Module):
         rest = slots, with_parts(meta, recipe), decode, recipe
         layers = list(zip(self.layers, caches, [*[None] * (len(self.layers) - 1), wanted], strict=True))
         if recipe.projections:
-            for layer, cache, rows in layers:
-                residual = layer.forward_fused(residual, positions, self.cos_sin, cache, *rest, rows)  # type: ignore[operator]
+            scaled: Scaled | None = None
+            next_norms = [*(layer.input_norm for layer in self.layers[1:]), None]
+            for (layer, cache, rows), norm in zip(layers, next_norms, strict=True):
+                given = residual, scaled, norm, positions, self.cos_sin, cache, *rest, rows
+                residual, scaled = layer.forward_fused(*given)  # type: ignore[operator]
             return residual
         hidden: torch.Tensor | None = None
         for layer, cache, rows in layers:

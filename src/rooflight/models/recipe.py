@@ -20,7 +20,13 @@ class Recipe:
     grouped: bool = True  # decode attention of all query heads of a KV head: its keys and values are read once
     split: bool = True  # decode attention cuts a sequence's keys by its provider's rule, not into one part
     projections: bool = False  # norm, SwiGLU and residual in the products
+    scaled: bool = False  # with `projections`: of tens of rows the norms are half in the product in front of them
     attention: bool = False  # decode attention does what `rope` does as well; takes rope, grouped and split for granted
+
+
+def on_gpu(dtype: torch.dtype) -> Recipe:
+    """What serves a model of that dtype on a GPU that has all kernels. `scaled` takes BF16's range."""
+    return Recipe(projections=True, scaled=dtype == torch.bfloat16, attention=True)
 
 
 def add_norm(

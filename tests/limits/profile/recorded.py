@@ -15,8 +15,8 @@ FEW = (
     "(rooflight::Epilogue){}>(rooflight::FusedLinear)"
 )
 SKINNY = (
-    "void rooflight::(anonymous namespace)::skinny_linear<__nv_bfloat16, (rooflight::Epilogue){}, "
-    "rooflight::(anonymous namespace)::Block<64, 1>, 8>"
+    "void rooflight::(anonymous namespace)::skinny_linear<__nv_bfloat16, (rooflight::Prologue){}, "
+    "(rooflight::Epilogue){}, rooflight::(anonymous namespace)::Block<64, 1>, 8>"
     "(rooflight::FusedLinear, rooflight::(anonymous namespace)::Operands)"
 )
 SAMPLER = ("_best_of_chunks", "_weigh_chunks", "_gather", "_draw")
@@ -42,6 +42,9 @@ FEW_ROWS: Mapping[str, tuple[str, ...]] = {
     "rms_norm_linear": (FEW.format(1, 0),),
     "rms_norm_swiglu": (FEW.format(1, 2),),
     "linear_add_": (FEW.format(0, 1),),
+    "linear_add_scale_": (SKINNY.format(0, 3),),
+    "scaled_linear": (SKINNY.format(2, 0),),
+    "scaled_swiglu": (SKINNY.format(2, 2),),
     "qk_norm_rope_cache_": (ROPE,),
     "decode_attention": (RING,),
     "qk_norm_rope_attention_": (STEP,),
@@ -61,9 +64,9 @@ MANY_ROWS = {
 }
 SOME_ROWS = {
     **FEW_ROWS,
-    "rms_norm_linear": (NORM, SKINNY.format(0)),
-    "rms_norm_swiglu": (NORM, SKINNY.format(2)),
-    "linear_add_": (SKINNY.format(1),),
+    "rms_norm_linear": (NORM, SKINNY.format(0, 0)),
+    "rms_norm_swiglu": (NORM, SKINNY.format(0, 2)),
+    "linear_add_": (SKINNY.format(0, 1),),
 }
 TWO_KERNELS = {**FEW_ROWS, "qk_norm_rope_attention_": (FLOAT, ROPE, RING)}  # where one does not take the layout
 

@@ -71,7 +71,7 @@ def test_one_kernel_of_two_products_is_two_rows() -> None:
 
 
 def test_an_operator_of_several_kernels_is_one_row() -> None:
-    scenario = Scenario(Step("decode", 64, 1024), "h200")
+    scenario = Scenario(Step("decode", 512, 1024), "h200")
     found = profile_step("q", QWEN, scenario, recording(QWEN, scenario, MANY_ROWS))
     gate_up = found.row("rms_norm_swiglu gate_up")
     assert (gate_up.calls, gate_up.kernels, gate_up.measured_us) == (28, 84, pytest.approx(168))

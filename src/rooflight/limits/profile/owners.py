@@ -21,7 +21,7 @@ _KINDS = (
     ("", r"^Memset"),  # libraries clear their workspaces anywhere
     ("norm product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)0"),
     ("norm gate product", r"few_rows_linear<.*Prologue\)1.*Epilogue\)2"),
-    ("product sum", r"few_rows_linear<.*Prologue\)0.*Epilogue\)1|skinny_linear<.*Epilogue\)1"),
+    ("product sum", r"few_rows_linear<.*Prologue\)0.*Epilogue\)1|skinny_linear<.*Epilogue\)[13]"),
     ("gate product", r"skinny_linear<.*Epilogue\)2"),
     ("advance", r"advance_decode"),
     ("rope", r"rope_cache|_rope|^rope"),
@@ -44,6 +44,9 @@ _LAUNCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rms_norm_linear": (("norm product", "norm"), ("product", "sum of parts")),
     "rms_norm_swiglu": (("norm gate product", "norm"), ("gate product", "product", "sum of parts", "gate")),
     "linear_add_": (("product sum", "product"), ("sum of parts", "copy", "other")),
+    "linear_add_scale_": (("product sum", "product"), ("sum of parts", *_TORCH)),
+    "scaled_linear": (("product",), ("sum of parts", *_TORCH)),
+    "scaled_swiglu": (("gate product", "product"), ("sum of parts", "gate", *_TORCH)),
     "linear": (("product",), ("sum of parts",)),
     "rms_norm": (("norm",), ()),
     "fused_add_rms_norm_": (("norm",), ()),
