@@ -6,6 +6,7 @@ Without a GPU the same steps run one by one, by the references; with one, in gra
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ def test_tokens_are_equal_at_any_number_of_steps(plain: LLM, folder: Path, most_
     expected = [c.token_ids for c in plain.generate(prompts, options)]
     assert [c.token_ids for c in llm.generate(prompts, options)] == expected
     assert max(launches) == most_steps
+    assert_idle(llm)
+
+
+def test_tokens_that_nobody_looks_at_one_by_one_are_counted(plain: LLM, folder: Path) -> None:
+    """Without text a launch's tokens are delivered at once: the answers, ends and counts are the same."""
+    llm = build(folder, device="cpu", skip_tokenizer=True)
+    prompts, options = mixed(5)
+    ends = tuple({c.token_ids[2] for c in plain.generate(prompts, options)})  # in the middle of a launch
+    options = [*(replace(o, ignore_eos=False, stop_token_ids=ends) for o in options[:3]), *options[3:]]
+    expected = plain.generate(prompts, options)
+    found = llm.generate(prompts, options)
+    assert [(c.token_ids, c.finish_reason) for c in found] == [(c.token_ids, c.finish_reason) for c in expected]
+    assert [c.finish_reason for c in found] == ["stop"] * 3 + ["length"] * 2
+    assert llm.engine.metrics().generated_tokens == sum(len(c.token_ids) for c in found)
+    assert [c.text for c in found] == [""] * 5
+    streamed = [chunk for chunk in llm.stream(prompts[4], options[4]) if chunk.token_ids]
+    assert tuple(token for chunk in streamed for token in chunk.token_ids) == found[4].token_ids
+    assert len(streamed) == len(found[4].token_ids)
     assert_idle(llm)
 
 

@@ -44,8 +44,9 @@ class Engine:
         self._empty: list[Request] = []  # for no tokens: nothing of them runs
         self._launches: deque[tuple[StepPlan, list[Sequence], Launch]] = deque()  # in flight, the oldest first
         self._failure: Exception | None = None  # of a launch behind those in flight, to be raised when they have landed
-        # A step that is interrupted, by Ctrl-C say, leaves what it had not delivered to the next one.
-        self._due: deque[tuple[Request, TokenLogprobs | None, float]] = deque()
+        # A step that is interrupted, by Ctrl-C say, leaves what it had not delivered to the next one: a token, or so
+        # many that nobody looks at one by one.
+        self._due: deque[tuple[Request, TokenLogprobs | None, float, int]] = deque()
         self._chunks: list[tuple[int, Chunk]] = []
         self._stepping = False
         self._aborts: deque[int] = deque()  # asked for in the middle of a step
@@ -144,10 +145,13 @@ class Engine:
             if not self._due:
                 self._run()
             while self._due:
-                request, report, now = self._due.popleft()
+                request, report, now, count = self._due.popleft()
                 if self._aborts:
                     self._drop_aborted()
                 if not request.ended:
+                    if count > 1:
+                        request.shown += count - 1
+                        self._recorder.tokens(count - 1)
                     chunk = self._advance(request, report, now)
                     if chunk is not None:
                         self._chunks.append((request.group.id, chunk))
@@ -222,7 +226,11 @@ class Engine:
         reported = {s.request_id: of_tokens for s, of_tokens in zip(sampling, reports, strict=True)}
         gains = [(self._requests[sequence.request_id], count) for sequence, count in advanced]
         self._recorder.step(now, plan.steps, gains)
-        self._due.extend((request, report, now) for request, count in gains for report in reported[request.id][:count])
+        for request, got in gains:
+            if got > 1 and request.is_quiet:  # only the last of them may be its end
+                self._due.append((request, None, now, got))
+            else:
+                self._due.extend((request, report, now, 1) for report in reported[request.id][:got])
 
     def _recall(self) -> None:
         """Forget what is in flight, and what went wrong behind it."""
@@ -258,7 +266,7 @@ class Engine:
         shows = token != ops.NO_TOKEN and sequence.params.max_tokens > 0  # or it ran for its prompt's sake
         if shows:
             request.shown += 1
-            self._recorder.token()
+            self._recorder.tokens(1)
         try:
             chunk = self._chunk(request, token, report, now)
         except Exception as error:  # whatever a tokenizer raises ends with the request it is about

@@ -100,10 +100,10 @@ class Recorder:
             self._lately.append(self._latest)
             self._forget(now)
 
-    def token(self) -> None:
-        """A token is delivered. Too often to take the lock, which a single addition does not need."""
-        self._generated += 1
-        self._latest[1] += 1
+    def tokens(self, count: int) -> None:
+        """So many are delivered. Too often to take the lock, which a single addition does not need."""
+        self._generated += count
+        self._latest[1] += count
 
     def _forget(self, now: float) -> None:
         while self._lately and self._lately[0][0] < now - WINDOW_S:

@@ -48,6 +48,12 @@ class Request:
     def id(self) -> int:
         return self.sequence.request_id
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a token that does not end it changes nothing that anybody sees."""
+        group = self.group
+        return not (group.streams or group.on_chunk or self.stream.has_text) and group.params.logprobs is None
+
     def chunk(self, text: str, token: int, report: TokenLogprobs | None) -> Chunk | None:
         """One more token; None if nobody looks."""
         self.text.append(text)

@@ -17,6 +17,10 @@ class TextStream:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops = StopStrings(stop) if stop else None
 
+    @property
+    def has_text(self) -> bool:
+        return self._detokenizer is not None
+
     def add(self, sequence: Sequence, token: int) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string was reached."""
         if self._detokenizer is None:
