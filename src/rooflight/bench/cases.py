@@ -28,7 +28,9 @@ from rooflight.models.load import DTYPES, load_config
 Progress = Callable[[str, int, int], None]
 PEERS = ("vllm",)  # those that batch
 _CASE = re.compile(r"(\d{1,6}):(\d{1,7}):(\d{1,7})", re.ASCII)
-GPU_STEP = 16384  # tokens of a step of ours on a GPU: as vLLM takes by itself on a card of this size
+# Tokens of a step of ours on a GPU. The fewer steps prompts take, the fewer take the last answers; the first step is
+# smaller (`engine.llm.EARLY_STEP`). vLLM takes 16,384 by itself on a card of this size.
+GPU_STEP = 131_072
 
 
 @dataclass(frozen=True)

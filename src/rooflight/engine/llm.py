@@ -31,6 +31,7 @@ MOST_SEQS = 64, 256
 MOST_TOKENS = 512, 8192
 # Prompts from which Python's collector is kept off: fewer are hardly enough to make it go through everything.
 MANY_PROMPTS = 16
+EARLY_STEP = 16384  # tokens of prompts with which a device that may begin early does
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -135,7 +136,7 @@ class LLM:
         A prompt with `n` > 1 has n results, one after the other. A text gets the tokenizer's BOS if it has one.
         progress: called with (completions that have ended, of how many). Raises ValueError for an empty prompt, one
         that leaves no room for an answer in the context, or parameters whose number differs. Nothing has run then but,
-        on a GPU, a step that those before it fill: it begins while the others are looked at.
+        on a GPU, a step that those before it fill or make large: it begins while the others are looked at.
         With many prompts Python's collector leaves alone what was there before, until the end (collector.py).
         """
         many = _as_list(prompts)
@@ -160,7 +161,7 @@ class LLM:
                 results[request_id], left[request_id] = [], len(requests)
             prepared.clear()
 
-        room = self.engine.scheduler.max_num_batched_tokens
+        room = min(self.engine.scheduler.max_num_batched_tokens, EARLY_STEP)
         try:
             for prompt, option in zip(many, options, strict=True):
                 prepared.append(self.prepare(self.encode(prompt), option))
