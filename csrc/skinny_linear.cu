@@ -1,6 +1,6 @@
 // 9 to 256 rows times a large weight, with the epilogue after it in the same kernel, on Hopper's warpgroup products.
 //
-//   y = f(x) @ weight^T + bias;   then store, add to out, or silu(gate) * up
+//   y = f(x) @ weight^T + bias;   then store, add to out, add to out and scale, or silu(gate) * up
 //
 // With so few rows a product is the weight's way from memory, and the rows' way to every multiprocessor. So the
 // weight's rows are the left operand's, and the rows of x, called tokens here, its 64 columns, whether there are so
@@ -8,9 +8,9 @@
 // have ended, since they depend on none. More tokens than 64 are more tiles; with more than 128, gate and up have tiles
 // twice as wide and as high, so that each byte that comes to a multiprocessor is used twice as often.
 //
-// A norm has no launch of its own here. Its weight scales what the product in front of it leaves, where each block has
-// sums of squares of what it wrote; the factor of a row is known when all of these have ended, and can wait until the
-// product behind it is done.
+// A norm may be half in the product in front of it, half in the one behind. Its weight scales what the product in front
+// of it leaves, where each block has sums of squares of what it wrote; the factor of a row is known when all of these
+// have ended, and can wait until the product behind it is done.
 //
 // Where there are fewer tiles than multiprocessors, a cluster of blocks shares a tile's depth. Each block has some of
 // the tokens for its own: the others send it their sums of these, into memory kept for that, and it adds all in the
@@ -165,17 +165,15 @@ __global__ void __launch_bounds__(B::kThreads + 32)
     }
   }
   // A thread has some of a token's sums of squares, which are needed behind the products.
-  constexpr int kSharers = kThreads / B::kTokens, kAtOnce = 8;
-  float squares[kAtOnce] = {}, more = 0.0f;
+  constexpr int kSharers = kThreads / B::kTokens, kAtOnce = 16;
+  float squares[kAtOnce] = {};
+  const auto square_at = [&](int i) {  // a step has a sum
+    const int own = threadIdx.x % B::kTokens, step = threadIdx.x / B::kTokens + kSharers * i;
+    return own < rows && step < steps ? p.squares[step * p.squares_stride + first_token + own] : 0.0f;
+  };
   if constexpr (K::kScaled) {
-    const int own = threadIdx.x % B::kTokens, sharer = threadIdx.x / B::kTokens;
-    if (own < rows) {
-      const float* column = p.squares + first_token + own;  // a step has a sum
-      const auto at = [&](int step) { return step < steps ? column[step * p.squares_stride] : 0.0f; };
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) squares[i] = at(sharer + kSharers * i);
-      for (int i = kAtOnce; sharer + kSharers * i < steps; ++i) more += at(sharer + kSharers * i);
-    }
+    for (int i = 0; i < kAtOnce; ++i) squares[i] = square_at(i);
   }
 
   float sums[kColumns * 4] = {};
@@ -197,9 +195,10 @@ __global__ void __launch_bounds__(B::kThreads + 32)
   wait_products<0>();
   settle(sums);
   if constexpr (K::kScaled) {
-    float sum = more;
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) sum += squares[i];
+    for (int i = kAtOnce; kSharers * i < steps; ++i) sum += square_at(i);  // of rows wider than 2,048
     memory.squares[threadIdx.x] = sum;
   }
 
@@ -208,11 +207,11 @@ __global__ void __launch_bounds__(B::kThreads + 32)
   };
   const auto finish = [&](int j, float4 sum) {
     if constexpr (K::kScaled) {
-      const float* squares = memory.squares + token + 8 * j;
+      const float* shared = memory.squares + token + 8 * j;
       float factors[2] = {};
 #pragma unroll
       for (int i = 0; i < kThreads; i += B::kTokens) {
-        factors[0] += squares[i], factors[1] += squares[i + 1];
+        factors[0] += shared[i], factors[1] += shared[i + 1];
       }
 #pragma unroll
       for (float& factor : factors) factor = rsqrtf(fmaf(factor, p.inverse_width, p.eps));
@@ -220,7 +219,7 @@ __global__ void __launch_bounds__(B::kThreads + 32)
     }
     const float first = static_cast<float>(bias[0]), second = static_cast<float>(bias[1]);
     const float values[4] = {sum.x + first, sum.y + first, sum.z + second, sum.w + second};
-    float2 squares = {};  // of two tokens, one behind the other
+    float2 kept_squares = {};  // of two tokens, one behind the other
 #pragma unroll
     for (int i = 0; i < (K::kSwiglu ? 2 : 4); ++i) {
       float value = values[i];
@@ -232,17 +231,17 @@ __global__ void __launch_bounds__(B::kThreads + 32)
       if constexpr (K::kScales) {
         const float kept = static_cast<float>(rounded);
         *place_of(scaled, p.out_features, j, i) = static_cast<T>(kept * static_cast<float>(gain[i / 2]));
-        float& square = i % 2 == 0 ? squares.x : squares.y;
+        float& square = i % 2 == 0 ? kept_squares.x : kept_squares.y;
         square = fmaf(kept, kept, square);
       }
     }
     if constexpr (K::kScales) {  // of the warp's 16 features
 #pragma unroll
       for (int apart = 4; apart < 32; apart *= 2) {
-        squares.x += __shfl_xor_sync(0xffffffffu, squares.x, apart);
-        squares.y += __shfl_xor_sync(0xffffffffu, squares.y, apart);
+        kept_squares.x += __shfl_xor_sync(0xffffffffu, kept_squares.x, apart);
+        kept_squares.y += __shfl_xor_sync(0xffffffffu, kept_squares.y, apart);
       }
-      if (lane < 4) reinterpret_cast<float2*>(memory.squares + (warp * kShare + j) * 8)[lane] = squares;
+      if (lane < 4) reinterpret_cast<float2*>(memory.squares + (warp * kShare + j) * 8)[lane] = kept_squares;
     }
   };
   if constexpr (SPLITS == 1) {

@@ -16,6 +16,7 @@ from rooflight.models.load import load_config
 
 MILLISECONDS = 1e3
 RESULTS = Path(__file__).resolve().parents[1] / "results/h200"
+SMALL_STEPS = "small_steps/throughput"
 Data = dict[str, Any]
 
 
@@ -98,18 +99,30 @@ def _request_row(row: Data) -> list[str]:
     ]
 
 
+def _small_steps() -> dict[tuple[str, int, int], str] | None:
+    """Output tokens a second by engine, requests and prompt, of the cases that were run with small steps too."""
+    data = load(SMALL_STEPS)
+    if data is None:
+        return None
+    return {(r["engine"], r["requests"], r["prompt_tokens"]): spread(r["tokens_per_s"], 0) for r in data["rows"]}
+
+
 def throughput_table() -> str:
     """Every case with all engines."""
     data = load("throughput")
     if data is None:
         return ""
     rows = []
+    small = _small_steps()
     for row in data["rows"]:
         case = f"{row['requests']:,} × ({row['prompt_tokens']:,} in, {row['max_tokens']:,} out)"
         figures = [spread(row["tokens_per_s"], 0), f"{row['limit_tokens_per_s']:,.0f}", f"{row['of_limit']:.0%}"]
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        if small is not None:
+            figures.append(small.get((row["engine"], row["requests"], row["prompt_tokens"]), ""))
         rows.append([case, row["engine"], *figures, f"{row['wall_s']['median']:.2f}", ratio])
-    header = ["requests", f"engine, {data['setup']['dtype']}", "output tok/s", "limit", "of limit", "seconds"]
+    header = ["requests", f"engine, {data['setup']['dtype']}", "output tok/s", "limit", "of limit"]
+    header += ["in small steps"] * (small is not None) + ["seconds"]
     prompts = "" if data["flops"] is None else f", and the prompts' operations at {data['flops'] / 1e12:.0f} TFLOP/s"
     note = (
         "All requests given at once; from the first submission to the last token. Limit: every sequence decodes in "
@@ -117,6 +130,9 @@ def throughput_table() -> str:
     )
     peers = any(row["ratio"] is not None for row in data["rows"])
     header += ["ours over its"] * peers
+    if small is not None:
+        tokens = load(SMALL_STEPS)["setup"]["max_num_batched_tokens"]  # type: ignore[index]
+        note += f"In small steps: output tok/s with {tokens:,} tokens a step, where prompts take several. "
     note += "" if peers else NO_PEER
     rows = [row[: len(header)] for row in rows]
     return markdown(header, rows, right=2) + "\n" + note + origin(data) + "\n\n" + set_up(data)

@@ -3,7 +3,7 @@
 # what its choices of kernels and parts rest on. Run from the repository root; the library of `make kernels` is used
 # where it is there. Results go to $OUT (default: build/gpu); a step whose result is there already is skipped.
 #
-#   scripts/h200_decode.sh [throughput] [request] [start] [ladder] [profile] [explain] [providers]
+#   scripts/h200_decode.sh [throughput] [small_steps] [request] [start] [ladder] [profile] [explain] [providers]
 set -uo pipefail
 OUT=${OUT:-build/gpu}
 MODEL=${MODEL:-random:qwen3-0.6b}
@@ -20,10 +20,15 @@ step() { # NAME COMMAND...
     echo "== $name took $((SECONDS - start)) s"
 }
 
-for name in "${@:-throughput request start ladder profile explain providers}"; do
+for name in "${@:-throughput small_steps request start ladder profile explain providers}"; do
     for one in $name; do
         case $one in
         throughput) step throughput python3 -m rooflight bench throughput --model "$MODEL" --device cuda --rounds 3 ;;
+        small_steps) # the cases whose prompts are more than a step of 16,384 tokens, in such steps
+            mkdir -p "$OUT/small_steps"
+            OUT=$OUT/small_steps step throughput python3 -m rooflight bench throughput --model "$MODEL" --device cuda \
+                --rounds 3 --max-num-batched-tokens 16384 --case 256:512:128 --case 1024:128:128
+            ;;
         request) step request python3 -m rooflight bench request --model "$MODEL" --device cuda --rounds 5 ;;
         start) step start python3 -m rooflight bench start --model "$MODEL" --rounds 2 ;;
         ladder) step ladder python3 -m rooflight ladder decode --model "$MODEL" --rounds 3 ;;

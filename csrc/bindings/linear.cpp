@@ -184,12 +184,14 @@ void linear_add(Tensor residual_tensor, const Tensor& x_tensor, const Tensor& we
 void check_squares(const Operand& squares, const Operand& data, int64_t width) {
   squares.check_dtype(ScalarType::Float);
   squares.check_same_device(data);
-  bool same = squares.dim() == data.dim() && squares.last_size() == squares_parts(static_cast<int>(width));
-  for (int64_t i = 0; same && i + 1 < data.dim(); ++i) same = squares.sizes()[i] == data.sizes()[i];
-  if (!same) {
-    fail("squares", "have a sum for each " + std::to_string(kSquaresPart) + " of the rows of " + data.shape_name(),
-         squares.shape_name());
+  const int64_t parts = squares_parts(static_cast<int>(width));
+  bool same = squares.dim() == data.dim() && squares.last_size() == parts;
+  std::string wish = "(";
+  for (int64_t i = 0; i + 1 < data.dim(); ++i) {
+    same = same && squares.sizes()[i] == data.sizes()[i];
+    wish += std::to_string(data.sizes()[i]) + ", ";
   }
+  if (!same) fail("squares", "have shape " + wish + std::to_string(parts) + ")", squares.shape_name());
 }
 
 // From one part to the next, where the sums of each lie together, as the kernel writes and reads them; else 0.
@@ -218,6 +220,9 @@ void linear_add_scale(Tensor residual_tensor, Tensor scaled_tensor, Tensor squar
     fail("scaled", "not be x, which is read meanwhile", "the same memory");
   check_squares(squares, residual, residual.last_size());
   squares.check_not_expanded();
+  for (const Operand* written : {&residual, &scaled}) squares.check_not_same_memory(*written);
+  if (squares.data() == x.data() && x.numel() > 0)
+    fail("squares", "not be x, which is read meanwhile", "the same memory");
   norm_weight.check_same_dtype(residual);
   norm_weight.check_weight(residual);
   const DeviceGuard guard(x.device());

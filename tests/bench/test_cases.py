@@ -82,7 +82,7 @@ def test_the_limit_of_a_large_case_is_where_arithmetic_puts_it() -> None:
 def test_engines_take_turns_with_room_for_the_largest_case() -> None:
     start = FakeEngines()
     report = measured(start)
-    room = Room(max_model_len=20, num_pages=9, max_num_seqs=3, max_num_batched_tokens=cases.GPU_STEP)
+    room = Room(max_model_len=20, num_pages=9, max_num_seqs=3, max_num_batched_tokens=3 * 16)
     assert [(who, given) for who, *_, given in start.started] == [("rooflight", room), ("vllm", room)]
     order = ["vllm", "rooflight", "rooflight", "vllm", "vllm", "rooflight"]
     assert start.log == [(who, "serve", tokens) for tokens in (16, 48) for who in order]

@@ -108,6 +108,20 @@ def test_throughput(tables: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_throughput_in_small_steps(tables: Any, tmp_path: Path) -> None:
+    start: Any = FakeEngines()
+    all_cases, some = (Case(8, 128, 128), Case(1024, 128, 128)), (Case(1024, 128, 128),)
+    results.write(tmp_path, "throughput", cases.run(CaseSetup(MODEL, all_cases, rounds=1), start=start).as_data())
+    small = cases.run(CaseSetup(MODEL, some, rounds=1, max_num_batched_tokens=16384), start=start)
+    (tmp_path / "small_steps").mkdir()
+    results.write(tmp_path / "small_steps", "throughput", small.as_data())
+    lines = tables.throughput_table().splitlines()
+    assert lines[0] == "| requests | engine, bf16 | output tok/s | limit | of limit | in small steps | seconds |"
+    assert lines[2].split(" | ")[5] == ""
+    assert lines[3].split(" | ")[5] == f"{small.rows[0].tokens_per_s.median:,.0f}"
+    assert "In small steps: output tok/s with 16,384 tokens a step, where prompts take several." in lines[5]
+
+
 def test_without_a_peer_there_is_no_column_for_one(tables: Any, tmp_path: Path) -> None:
     start: Any = FakeEngines()
     requests = request.run(RequestSetup(MODEL, (), ("bf16",), (32,), 128, rounds=3, device="cuda"), start=start)

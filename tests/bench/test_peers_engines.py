@@ -86,6 +86,21 @@ def test_our_pool_leaves_memory_of_a_gpu_to_the_others(monkeypatch: pytest.Monke
     assert ours._fitting(Room(32, 100), "random:tiny", torch.float32, "cpu") == 100
 
 
+def test_a_large_step_is_halved_until_it_takes_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooflight.bench import ours
+    from rooflight.engine.memory import working_bytes
+
+    config, dtype = load_config("random:qwen3-8b"), torch.bfloat16
+    weights = config.num_parameters() * 2
+    room = Room(256, 100, 64, 131_072)
+    for tokens, least in ((131_072, 131_072), (65_536, 65_536), (32_768, 32_768), (16_384, 1)):
+        free = int(4 * working_bytes(config, dtype, 64, least)) + weights + 8
+        monkeypatch.setattr(ours, "free_bytes", lambda device, free=free: free)
+        assert ours._step(room, "random:qwen3-8b", dtype, "cuda") == tokens
+    small = Room(256, 100, 64, 512)
+    assert ours._step(small, "random:qwen3-8b", dtype, "cuda") == 512
+
+
 class FakeLLM:
     """As much of `vllm.LLM` as the adapter uses; `short`: tokens that every answer lacks."""
 
@@ -127,7 +142,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_vllm_gets_our_shapes_and_a_fair_set_up(adapter: Any) -> None:
-    peer = adapter.VllmContender("random:qwen3-0.6b", "bf16", "cuda", Room(max_model_len=8320))
+    peer = adapter.VllmContender("random:qwen3-0.6b", "bf16", "cuda", Room(8320, max_num_batched_tokens=4096))
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     given = dict(peer.llm.given)
     assert Path(given.pop("model")).is_dir()
@@ -138,6 +153,7 @@ def test_vllm_gets_our_shapes_and_a_fair_set_up(adapter: Any) -> None:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.4,
+        "max_num_batched_tokens": 4096,
         "generation_config": "vllm",
         "seed": 0,
     }

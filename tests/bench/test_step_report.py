@@ -201,7 +201,8 @@ def test_a_run_measures_operators_then_loads_then_watches(llm: LLM, monkeypatch:
     order: list[str] = []
     points = [Point("linear_add_", "o", (1, 256), size, 0.0, 2.0 + size) for size in (1.0, 4.0, 20.0)]
 
-    def measure(config: Any, card: Any, phases: Any, progress: Any) -> list[Point]:
+    def measure(config: Any, card: Any, phases: Any, progress: Any, recipe: Any) -> list[Point]:
+        assert recipe.projections
         order.append(f"measure {config.dtype} {card.key} {phases}")
         return points
 

@@ -209,7 +209,12 @@ def test_a_callback_that_aborts_amid_the_tokens_of_a_launch(llm: LLM, at: int) -
 
 
 @in_every_mode
-def test_no_token_of_a_launch_counts_behind_one_that_has_none(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+@pytest.mark.parametrize("text", [True, False])
+def test_no_token_of_a_launch_counts_behind_one_that_has_none(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, text: bool
+) -> None:
+    if not text:
+        monkeypatch.setattr(llm.engine._intake, "_tokenizer", None)
     llm.engine.scheduler.pool.withdraw(range(512))
     monkeypatch.setattr(llm.engine.runner, "run", Script(llm, [*ids_of("abc"), None, *ids_of("efghijkl")]))
     (done,) = llm.generate([[7]], SamplingParams(max_tokens=12))

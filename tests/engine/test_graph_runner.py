@@ -79,6 +79,56 @@ def test_tokens_that_nobody_looks_at_one_by_one_are_counted(plain: LLM, folder: 
     assert_idle(llm)
 
 
+@pytest.mark.parametrize(("text", "logprobs"), [(False, None), (False, 2), (True, None)])
+def test_only_tokens_that_nobody_looks_at_are_delivered_together(
+    plain: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, text: bool, logprobs: int | None
+) -> None:
+    llm = build(folder, device="cpu", skip_tokenizer=not text)
+    counts: list[int] = []
+    advance = llm.engine._advance
+    monkeypatch.setattr(llm.engine, "_advance", lambda *args: counts.append(args[-1]) or advance(*args))  # type: ignore
+    prompts, options = mixed(4)
+    options = [replace(o, logprobs=logprobs) for o in options]
+    found, expected = llm.generate(prompts, options), plain.generate(prompts, options)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert sum(counts) == sum(len(c.token_ids) for c in found)
+    assert (max(counts) > 1) == (not text and logprobs is None)
+    for one, other in zip(found, expected, strict=True):
+        assert [r.token_id for r in one.logprobs or ()] == [r.token_id for r in other.logprobs or ()]
+
+
+def test_what_is_aborted_between_its_launch_and_its_tokens_gets_none(folder: Path) -> None:
+    llm = build(folder, device="cpu", skip_tokenizer=True)
+    engine = llm.engine
+    params = SamplingParams(20, ignore_eos=True)
+    first, second = (engine.submit(prompt_ids(5, seed=seed), params) for seed in (1, 2))
+    for group in (first, second):
+        engine._groups[group][0].group.streams = False
+    land = engine._land
+    engine._land = lambda: (land(), engine.abort(second))[0]  # type: ignore[method-assign, func-returns-value]
+    chunks = [item for _ in range(40) if engine.busy for item in engine.step()]
+    assert [owner for owner, chunk in chunks if chunk.completion] == [first]
+    assert engine.metrics().generated_tokens == 20
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("early", [1, 20, 1000])
+def test_a_large_step_begins_early(plain: LLM, ahead: LLM, monkeypatch: pytest.MonkeyPatch, early: int) -> None:
+    """With so many tokens, or with a full step of 64."""
+    prompts, options = mixed()
+    expected = [c.token_ids for c in plain.generate(prompts, options)]
+    events = []
+    prepare, launch = ahead.prepare, ahead.engine.runner.launch
+    monkeypatch.setattr("rooflight.engine.llm.EARLY_STEP", early)
+    monkeypatch.setattr(ahead, "prepare", lambda *args: events.append("prompt") or prepare(*args))
+    monkeypatch.setattr(ahead.engine.runner, "launch", lambda *args: events.append("launch") or launch(*args))
+    assert [c.token_ids for c in ahead.generate(prompts, options)] == expected
+    enough = 1 + next(i for i in range(len(prompts)) if sum(map(len, prompts[: i + 1])) >= min(early, 64))
+    assert events.index("launch") == enough
+    assert events.count("prompt") == len(prompts)
+    assert_idle(ahead)
+
+
 def test_a_full_step_begins_before_all_prompts_are_looked_at(
     plain: LLM, ahead: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

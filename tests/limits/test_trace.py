@@ -20,7 +20,7 @@ from rooflight.models.load import load_config
 from rooflight.models.recipe import Recipe, on_gpu
 
 TINY = load_config("random:tiny")
-ON_GPU = on_gpu(TINY.dtype)
+ON_GPU = on_gpu(TINY.dtype, True)
 
 
 def ours(calls: list[Call]) -> list[tuple[str, str, int | None]]:

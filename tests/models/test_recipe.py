@@ -118,7 +118,7 @@ def test_each_switch_runs_what_it_names() -> None:
     together = operators(Recipe(projections=True, attention=True))
     assert fused - together == Counter(qk_norm_rope_cache_=28, decode_attention=28)
     assert together - fused == Counter(qk_norm_rope_attention_=28)
-    assert operators(on_gpu(torch.bfloat16)) == together  # one row: norms are in the products
+    assert operators(on_gpu(torch.bfloat16, True)) == together  # one row: norms are in the products
     assert sum(together.values()) < sum(fused.values()) < sum(default.values()) < sum(naive.values())
 
 
@@ -129,19 +129,20 @@ def test_norms_of_tens_of_rows_are_shared_by_two_products() -> None:
 
     def found(batch: int, dtype: torch.dtype = torch.bfloat16, width: int = config.intermediate_size) -> list[int]:
         model = replace(config, intermediate_size=width)
-        calls = Counter(call.operator for call in trace(model, Step("decode", batch, 100), on_gpu(dtype)))
+        calls = Counter(call.operator for call in trace(model, Step("decode", batch, 100), on_gpu(dtype, True)))
         return [calls[name] for name in names]
 
     apart, shared = [29, 0, 56, 0, 28, 0], [2, 27, 1, 55, 0, 28]
     assert [found(batch) for batch in (1, 8, 9, 64, 256, 257)] == [apart, apart, shared, shared, shared, apart]
     assert found(64, torch.float16) == found(64, torch.float32) == apart
+    assert on_gpu(torch.bfloat16, False) == replace(on_gpu(torch.bfloat16, True), scaled=False)
     larger = 2 * config.intermediate_size
     assert [found(batch, width=larger) for batch in (64, 65)] == [shared, apart]
 
 
 def test_of_a_prompt_with_few_wanted_rows_the_last_layer_shares_its_norm() -> None:
     step = Step("prefill", 16, 40)
-    calls = Counter(c.operator for c in trace(load_config("random:qwen3-0.6b"), step, on_gpu(torch.bfloat16)))
+    calls = Counter(c.operator for c in trace(load_config("random:qwen3-0.6b"), step, on_gpu(torch.bfloat16, True)))
     assert (calls["linear_add_scale_"], calls["scaled_swiglu"], calls["scaled_linear"]) == (1, 1, 0)
 
 

@@ -452,8 +452,8 @@ MUTANTS = [
     ),
     Mutant(
         "one report for all tokens of a launch",
-        "engine/core.py", "for report in reported[request.id][:count])",
-        "for report in reported[request.id][:1] * count)",
+        "engine/core.py", "for report in reported[request.id][:got])",
+        "for report in reported[request.id][:1] * got)",
         OPTIONS, "alone and 2",
     ),
     Mutant(

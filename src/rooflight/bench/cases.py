@@ -28,8 +28,8 @@ from rooflight.models.load import DTYPES, load_config
 Progress = Callable[[str, int, int], None]
 PEERS = ("vllm",)  # those that batch
 _CASE = re.compile(r"(\d{1,6}):(\d{1,7}):(\d{1,7})", re.ASCII)
-# Tokens of a step of ours on a GPU. The fewer steps prompts take, the fewer take the last answers; the first step is
-# smaller (`engine.llm.EARLY_STEP`). vLLM takes 16,384 by itself on a card of this size.
+# Most tokens of a step on a GPU. The fewer steps prompts take, the fewer take the last answers; our first step is
+# smaller (`engine.llm.EARLY_STEP`).
 GPU_STEP = 131_072
 
 
@@ -97,13 +97,17 @@ class CaseSetup:
                 raise ValueError(f"peer must be one of {', '.join(PEERS)}, each once, was {', '.join(self.peers)}")
 
     @property
+    def _step(self) -> int:
+        return min(GPU_STEP, max(case.requests * max(case.prompt_tokens, 1) for case in self.cases))
+
+    @property
     def room(self) -> Room:
         """For the largest of the cases."""
         return Room(
             max_model_len=max(case.longest for case in self.cases),
             num_pages=self.num_pages or max(case.pages for case in self.cases),
             max_num_seqs=self.max_num_seqs or max(case.requests for case in self.cases),
-            max_num_batched_tokens=self.max_num_batched_tokens or (GPU_STEP if self.device == "cuda" else None),
+            max_num_batched_tokens=self.max_num_batched_tokens or (self._step if self.device == "cuda" else None),
         )
 
 

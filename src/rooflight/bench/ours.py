@@ -11,10 +11,12 @@ import torch
 import rooflight
 from rooflight.bench.measurement import ANY_ROOM, OURS, PAGE_SIZE, Facts, RequestTiming, Room
 from rooflight.engine import LLM, SamplingParams
-from rooflight.engine.memory import free_bytes
+from rooflight.engine.memory import free_bytes, working_bytes
 from rooflight.models.load import DTYPES, load_config
 
 SHARE = 0.5  # of a GPU's free memory that our KV pool may take: the peers' stand beside it
+STEP_SHARE = 0.25  # and what a large step works with
+SMALL_STEP = 16_384  # tokens: no smaller for that
 
 
 class RooflightContender:
@@ -23,6 +25,8 @@ class RooflightContender:
         given["page_size"] = PAGE_SIZE
         if room.num_pages is not None:
             given["num_pages"] = _fitting(room, model, DTYPES[dtype], device)
+            if device != "cpu" and room.max_num_batched_tokens is not None:
+                given["max_num_batched_tokens"] = _step(room, model, DTYPES[dtype], device)
         # Every round has the same prompts: a cache of prefixes would leave nothing of them to run.
         self.llm = LLM(model, dtype=dtype, device=device, skip_tokenizer=True, prefix_cache=False, **given)
 
@@ -60,6 +64,15 @@ class RooflightContender:
                 got = len(completion.token_ids)
                 raise RuntimeError(f"a request for {max_tokens} tokens ended after {got}: {completion.error}")
         return seconds
+
+
+def _step(room: Room, model: str | None, dtype: torch.dtype, device: str) -> int:
+    """Tokens of a step as asked for, or half as many, and so on, as long as they take more than their share."""
+    config, tokens = load_config(model), room.max_num_batched_tokens or SMALL_STEP
+    share = STEP_SHARE * (free_bytes(torch.device(device)) - config.num_parameters() * dtype.itemsize)
+    while tokens > SMALL_STEP and working_bytes(config, dtype, room.max_num_seqs or 1, tokens) > share:
+        tokens = max(tokens // 2, SMALL_STEP)
+    return tokens
 
 
 def _fitting(room: Room, model: str | None, dtype: torch.dtype, device: str) -> int:

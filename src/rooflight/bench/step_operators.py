@@ -24,6 +24,7 @@ from rooflight.limits.laws import Point, bound_of
 from rooflight.limits.scenario import COLLECTIVES, PRODUCTS, Placed, Scenario
 from rooflight.limits.trace import PAGE_SIZE, Step
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import Recipe
 
 # Steps whose operators are measured: sizes beside those that are asked for.
 DECODES = ((1, 256), (4, 2048), (8, 512), (1, 4096), (16, 512), (32, 2048), (128, 256), (48, 4096))
@@ -34,11 +35,16 @@ GRAPH_US, MOST_LAUNCHES, ROUNDS = 2000.0, 1000, 5
 Progress = Callable[[str, int, int], None]
 
 
-def measure(config: ModelConfig, card: Ceilings, phases: Sequence[str], progress: Progress) -> list[Point]:
-    """A point for each operator and size; of the model, and of one half as wide, since a rate shows in two sizes."""
+def measure(
+    config: ModelConfig, card: Ceilings, phases: Sequence[str], progress: Progress, recipe: Recipe | None = None
+) -> list[Point]:
+    """A point for each operator and size; of the model, and of one half as wide, since a rate shows in two sizes.
+
+    recipe: of the decoder that runs; None: what serves on such a card.
+    """
     device = CudaDevice()
     device.warm_clocks()
-    calls = list(_calls(config, card, phases))
+    calls = list(_calls(config, card, phases, recipe))
     points = []
     with torch.inference_mode():
         for index, (model, step, item) in enumerate(calls):
@@ -51,7 +57,9 @@ def measure(config: ModelConfig, card: Ceilings, phases: Sequence[str], progress
     return points
 
 
-def _calls(config: ModelConfig, card: Ceilings, phases: Sequence[str]) -> Iterator[tuple[ModelConfig, Step, Placed]]:
+def _calls(
+    config: ModelConfig, card: Ceilings, phases: Sequence[str], recipe: Recipe | None
+) -> Iterator[tuple[ModelConfig, Step, Placed]]:
     """Of every step, each call once that is not like one before it. No attention of a model with windows, whose layers
     differ: its limit will have to do."""
     builders = BUILDERS.keys() - (ATTENTIONS if any(config.sliding_windows) else set())
@@ -62,7 +70,7 @@ def _calls(config: ModelConfig, card: Ceilings, phases: Sequence[str]) -> Iterat
     short = shortened(config)
     for model in (short, halved(short)):
         for step in steps:
-            for item in placed_calls(model, Scenario(step, card.key)):
+            for item in placed_calls(model, Scenario(step, card.key), recipe):
                 key = item.call.operator, item.call.label, item.call.shape, item.cost
                 if key not in seen and item.call.operator in builders:
                     seen.add(key)

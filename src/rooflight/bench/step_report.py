@@ -18,7 +18,7 @@ from rooflight.bench.device import gpu_name
 from rooflight.bench.environment import describe, describe_gpu, gpu_folder
 from rooflight.bench.recording import Record, record
 from rooflight.engine import LLM
-from rooflight.engine.graph_runner import MOST_STEPS
+from rooflight.engine.graph_runner import MOST_STEPS, served
 from rooflight.limits.ceilings import Ceilings, ceilings, known
 from rooflight.limits.laws import Key, Law, Point, fit
 from rooflight.limits.profile.step import Recorded, StepProfile, profile_step
@@ -128,7 +128,8 @@ def run(setup: StepsSetup, progress: Progress, recorder: Record = record) -> Ste
     laws: dict[Key, Law] = {}
     if setup.foretells:
         kept = replace(config, dtype=torch.bfloat16 if config.dtype == torch.float32 else config.dtype)
-        points = step_operators.measure(kept, card, setup.phases, progress)
+        recipe = served(kept.dtype, torch.device("cuda"))
+        points = step_operators.measure(kept, card, setup.phases, progress, recipe)
         laws = fit(points)
         gc.collect()
         torch.cuda.empty_cache()
@@ -194,7 +195,7 @@ def _one(
         seen = recording.record_prompt(llm, step.context, recorder)
     scenario = Scenario(replace(step, context=seen.context), gpu)
     recorded = Recorded(seen.launches, steps, wall, seen.host_calls)
-    return profile_step(setup.model or "the embedded default", config, scenario, recorded, laws)
+    return profile_step(setup.model or "the embedded default", config, scenario, recorded, laws, llm.decoder.recipe)
 
 
 def _described(step: Step) -> str:

@@ -74,7 +74,7 @@ def throughput(
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Most tokens of a step.", show_default="512, on a GPU 8192"),
+        typer.Option(metavar="N", help="Most tokens of a step.", show_default="512, on a GPU the prompts of a case"),
     ] = None,
     num_pages: Annotated[
         int | None,

@@ -149,10 +149,7 @@ class Engine:
                 if self._aborts:
                     self._drop_aborted()
                 if not request.ended:
-                    if count > 1:
-                        request.shown += count - 1
-                        self._recorder.tokens(count - 1)
-                    chunk = self._advance(request, report, now)
+                    chunk = self._advance(request, report, now, count)
                     if chunk is not None:
                         self._chunks.append((request.group.id, chunk))
             self._drop_aborted()
@@ -257,11 +254,16 @@ class Engine:
                 self._chunks.append((request.group.id, self._deliver(request, chunk, now)))
                 self._drop_aborted()
 
-    def _advance(self, request: Request, report: TokenLogprobs | None, now: float) -> Chunk | None:
-        """Deliver the next token that a sequence got, and end its request if it must; None if nobody looks."""
+    def _advance(self, request: Request, report: TokenLogprobs | None, now: float, count: int) -> Chunk | None:
+        """Deliver the next token that a sequence got, and end its request if it must; None if nobody looks.
+
+        count: so many of a request that `is_quiet`, all but the last of which change nothing else.
+        """
         if request.group.later:
             self._begin_later(request.group)
         sequence = request.sequence
+        request.shown += count - 1
+        self._recorder.tokens(count - 1)
         token = sequence.tokens[sequence.num_prompt + request.shown]
         shows = token != ops.NO_TOKEN and sequence.params.max_tokens > 0  # or it ran for its prompt's sake
         if shows:

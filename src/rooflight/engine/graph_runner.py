@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,10 +63,7 @@ class GraphRunner(Runner):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__(decoder, cache, max_model_len)
-        if recipe is None:
-            recipe = on_gpu(decoder.embed.dtype)
-            recipe = replace(recipe, scaled=recipe.scaled and scales(self.device))
-        decoder.recipe = recipe
+        decoder.recipe = recipe or served(decoder.embed.dtype, self.device)
         self.most_steps = most_steps
         self.model = Model(decoder, cache, max_model_len, max_num_seqs)
         heads = decoder.config.num_heads // decoder.config.num_kv_heads
@@ -231,10 +227,10 @@ class GraphRunner(Runner):
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
 
-def scales(device: torch.device) -> bool:
-    """Whether csrc/skinny_linear.cu serves there; where it does not, `recipe.scaled` is slower than the norms."""
+def served(dtype: torch.dtype, device: torch.device) -> Recipe:
+    """Of a decoder on that device. `scaled` only where csrc/skinny_linear.cu serves: elsewhere norms are faster."""
     there = device.type == "cuda" and REGISTRY["linear_add_scale_"].active.get("cuda") == "cuda"
-    return there and torch.cuda.get_device_capability(device)[0] == 9
+    return on_gpu(dtype, there and torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def compiled_prompts(device: torch.device, head_dim: int, heads: int, page_size: int) -> bool:

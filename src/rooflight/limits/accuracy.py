@@ -55,7 +55,7 @@ def accuracy(config: ModelConfig, card: Ceilings, folder: Path) -> list[Fit]:
     """
     rows = _measured(folder, card)
     rate = 2 / (1 / card.read_rate(1e12) + 1 / card.write_rate)
-    recipe = on_gpu(config.dtype)
+    recipe = on_gpu(config.dtype, card.scales)
     calls = (call.operator for phase in ("decode", "prefill") for call in trace(config, Step(phase, 1, 16), recipe))
     operators = list(dict.fromkeys([*calls, *(row["operator"] for row in rows)]))
     fits = []

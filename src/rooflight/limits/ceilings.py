@@ -47,6 +47,12 @@ class Ceilings:
     measured: bool
     fractions: Mapping[str, float] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
+    architecture: str = ""
+
+    @property
+    def scales(self) -> bool:
+        """Whether norms can be shared between products there: csrc/skinny_linear.cu is Hopper's."""
+        return self.architecture == "sm_90"
 
     def read_rate(self, size: float) -> float:
         """Bytes per second of a stream of `size` bytes; see `stream_rate`."""
@@ -132,7 +138,7 @@ def _from_sheet(sheet: Mapping[str, Any]) -> Ceilings:
 
 
 def _common(sheet: Mapping[str, Any]) -> dict[str, Any]:
-    fields: Sequence[str] = ("key", "name", "memory_bytes", "link", "link_rate")
+    fields: Sequence[str] = ("key", "name", "architecture", "memory_bytes", "link", "link_rate")
     return {name: sheet[name] for name in fields} | {"sources": tuple(sheet["source"])}
 
 

@@ -15,7 +15,7 @@ from rooflight.limits.ceilings import Ceilings, ceilings
 from rooflight.limits.scenario import NAMES, PRODUCTS, Placed, Scenario, kv_element_bytes, place
 from rooflight.limits.trace import PAGE_SIZE, PLAIN, Call, Step, trace
 from rooflight.models.config import ModelConfig
-from rooflight.models.recipe import on_gpu
+from rooflight.models.recipe import Recipe, on_gpu
 
 SHARE = 0.9  # of the memory beside the weights that a cache and its work may take
 
@@ -114,11 +114,14 @@ class Explanation:
         return data | {"tokens_per_s": self.tokens_per_s}
 
 
-def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
-    """Explain one step. `config.dtype` is what the model would run in. ValueError for a step that cannot be."""
+def explain(model: str, config: ModelConfig, scenario: Scenario, recipe: Recipe | None = None) -> Explanation:
+    """Explain one step. `config.dtype` is what the model would run in. ValueError for a step that cannot be.
+
+    recipe: of the decoder; None: what serves on such a card.
+    """
     scenario.check(config)
     card = ceilings(scenario.gpu)
-    placed = placed_calls(config, scenario)
+    placed = placed_calls(config, scenario, recipe)
     total = sum(p.cost.bytes for p in placed)
     bounds = [_bound(p, card, total) for p in placed]
     graph = sum(b.limit_us for b in bounds)
@@ -159,14 +162,16 @@ def explain(model: str, config: ModelConfig, scenario: Scenario) -> Explanation:
     )
 
 
-def placed_calls(config: ModelConfig, scenario: Scenario) -> list[Placed]:
+def placed_calls(config: ModelConfig, scenario: Scenario, recipe: Recipe | None = None) -> list[Placed]:
     """Every call of a step in order, of the decoder that a GPU runs; of several GPUs, the one with collectives."""
-    return place(_traced(config, scenario.step, scenario.tp == 1), scenario, config)
+    if recipe is None:
+        recipe = on_gpu(config.dtype, ceilings(scenario.gpu).scales) if scenario.tp == 1 else PLAIN
+    return place(_traced(config, scenario.step, recipe), scenario, config)
 
 
 @lru_cache(maxsize=64)
-def _traced(config: ModelConfig, step: Step, alone: bool) -> tuple[Call, ...]:
-    return tuple(trace(config, step, on_gpu(config.dtype) if alone else PLAIN))
+def _traced(config: ModelConfig, step: Step, recipe: Recipe) -> tuple[Call, ...]:
+    return tuple(trace(config, step, recipe))
 
 
 def name_of(call: Call) -> str:

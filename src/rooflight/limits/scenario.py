@@ -13,6 +13,7 @@ from rooflight.limits.ceilings import ceilings
 from rooflight.limits.trace import Call, Step
 from rooflight.models.config import ModelConfig
 from rooflight.ops import Cost
+from rooflight.ops.scaled_linear import squares_parts
 
 GROUP = 128  # elements that share one FP32 scale in w8 and w4
 # Bytes of an element, its share of a scale included.
@@ -145,6 +146,8 @@ def _product(call: Call, scenario: Scenario) -> Placed:
     weights = norm * size + (call.weight_elements - norm) * element / tp
     given: float = call.cost.bytes_read - call.weight_elements * size
     added = prod(call.shape) * size if call.operator in SUMS else 0  # the residual
+    if call.operator.startswith("scaled_"):  # sums of squares stay as they are
+        added = prod(call.shape[:-1]) * squares_parts(call.shape[-1]) * torch.float32.itemsize
     given = given if normed else added + (given - added) * computed / size
     rows = call.label in BY_ROWS
     cost = replace(

@@ -79,8 +79,9 @@ class DecoderLayer(nn.Module):
         self.packed_heads = sum(self.heads)
         self.q_width = config.num_heads * config.head_dim
         self.window = config.sliding_windows[index]
-        self.most_elements = config.hidden_size * max(  # of a projection's weight
-            self.packed_heads * config.head_dim, 2 * config.intermediate_size
+        wide, inner = config.hidden_size, config.intermediate_size
+        self.scaled_rows = ops.scaled_rows(  # of a step that shares norms between products
+            ((self.packed_heads * config.head_dim, wide), (wide, self.q_width), (2 * inner, wide), (wide, inner))
         )
         self.communicator = communicator
         self.qkv, self.o, self.gate_up, self.down = Linear(), Linear(), Linear(), Linear()
@@ -140,7 +141,7 @@ class DecoderLayer(nn.Module):
         mixed = self._mix(packed, positions, cos_sin, cache, slots, meta, decode, recipe)
         if wanted is not None:
             mixed, residual = mixed[wanted], residual[wanted]
-        scales = recipe.scaled and ops.serves_scaled(residual.shape[0], self.most_elements)
+        scales = recipe.scaled and residual.shape[0] in self.scaled_rows
         scaled = self._add(residual, mixed, self.o, self.post_norm if scales else None)
         if scaled is None:
             gated = ops.rms_norm_swiglu(residual, self.post_norm, gate_up.weight, gate_up.bias, self.eps)

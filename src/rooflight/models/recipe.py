@@ -24,9 +24,9 @@ class Recipe:
     attention: bool = False  # decode attention does what `rope` does as well; takes rope, grouped and split for granted
 
 
-def on_gpu(dtype: torch.dtype) -> Recipe:
-    """What serves a model of that dtype on a GPU that has all kernels. `scaled` takes BF16's range."""
-    return Recipe(projections=True, scaled=dtype == torch.bfloat16, attention=True)
+def on_gpu(dtype: torch.dtype, scaled: bool) -> Recipe:
+    """What serves a model of that dtype on a GPU. scaled: whether the kernel for it is there; it needs BF16's range."""
+    return Recipe(projections=True, scaled=scaled and dtype == torch.bfloat16, attention=True)
 
 
 def add_norm(

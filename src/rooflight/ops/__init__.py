@@ -19,7 +19,7 @@ from rooflight.ops.qk_norm_rope_attention import qk_norm_rope_attention_
 from rooflight.ops.qk_norm_rope_cache import qk_norm_rope_cache_
 from rooflight.ops.rope import rope, rope_
 from rooflight.ops.sample import NO_TOKEN, sample
-from rooflight.ops.scaled_linear import empty_scaled, linear_add_scale_, scaled_linear, scaled_swiglu, serves_scaled
+from rooflight.ops.scaled_linear import empty_scaled, linear_add_scale_, scaled_linear, scaled_rows, scaled_swiglu
 
 __all__ = [
     "NO_TOKEN",
@@ -58,8 +58,8 @@ __all__ = [
     "rope_",
     "sample",
     "scaled_linear",
+    "scaled_rows",
     "scaled_swiglu",
-    "serves_scaled",
     "silu_and_mul",
     "top_logprobs",
 ]

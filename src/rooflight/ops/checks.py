@@ -94,6 +94,13 @@ def not_the_same(argument: str, tensor: torch.Tensor, name: str, other: torch.Te
         fail(argument, f"not share {name}'s memory, since both are written", "the same memory")
 
 
+def not_read(argument: str, tensor: torch.Tensor, name: str, other: torch.Tensor) -> None:
+    """An argument that is written must not begin where one begins that is read meanwhile."""
+    same_storage = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]
+    if same_storage and tensor.storage_offset() == other.storage_offset() and other.numel():
+        fail(argument, f"not be {name}, which is read meanwhile", "the same memory")
+
+
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the precision that operators compute in: FP64 for FP64, else FP32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -13,7 +13,7 @@ has brought near to one: BF16 has the range for it, FP16 may not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from rooflight.ops.fused_linear import LINEAR_ADD_
 from rooflight.ops.linear import LINEAR
 
 SQUARES_PART = 64  # elements of a row whose squares have one sum
-# Rows for which the compiled kernel serves, and up to which whatever the weight; with more, a weight of so many
-# elements at most (csrc/skinny_linear.cu).
-LEAST_ROWS, TILE_ROWS, MOST_ROWS, MOST_SHARED = 9, 64, 256, 6144 * 1024
+# What the compiled kernel takes (csrc/skinny_linear.cu): rows; with more than a tile's, a weight of so many elements at
+# most; outputs.
+LEAST_ROWS, TILE_ROWS, MOST_ROWS, MOST_SHARED, MOST_OUTPUTS = 9, 64, 256, 6144 * 1024, 65_536
 
 
 def linear_add_scale_(
@@ -46,7 +46,8 @@ def linear_add_scale_(
 
     residual, scaled: (..., out_features); squares: (..., squares_parts(out_features)) FP32; x: (..., in_features);
     weight: (out_features, in_features), plain or packed; norm_weight, bias: (out_features,). All but squares of one
-    dtype. residual, scaled, squares and x are different memory. Raises ValueError for what does not fit. No gradient.
+    dtype. residual, scaled, squares and x are different memory, and are refused if they begin at the same element.
+    Raises ValueError for what does not fit. No gradient.
     What a CUDA graph must not do: as in `rms_norm_linear`.
     """
     operator = LINEAR_ADD_SCALE_.overload(x, backend)
@@ -92,7 +93,7 @@ def empty_scaled(residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     rows, width = residual.shape
     squares = torch.empty(squares_parts(width), rows, dtype=torch.float32, device=residual.device)
-    return torch.empty_like(residual), squares.t()
+    return torch.empty(rows, width, dtype=residual.dtype, device=residual.device), squares.t()
 
 
 def squares_parts(width: int) -> int:
@@ -100,9 +101,13 @@ def squares_parts(width: int) -> int:
     return -(-width // SQUARES_PART)
 
 
-def serves_scaled(rows: int, weight_elements: int) -> bool:
-    """Whether the compiled kernel of these operators takes so many rows, with weights of so many elements at most."""
-    return LEAST_ROWS <= rows <= (MOST_ROWS if weight_elements <= MOST_SHARED else TILE_ROWS)
+def scaled_rows(shapes: Iterable[tuple[int, int]]) -> range:
+    """Rows that the compiled kernel of these operators takes, with weights (out_features, in_features) of all of these
+    shapes. With others the reference serves, and is slower than a norm by itself."""
+    shapes = list(shapes)
+    if not all(out % 16 == 0 and out <= MOST_OUTPUTS and width % 8 == 0 for out, width in shapes):
+        return range(0)
+    return range(LEAST_ROWS, 1 + (MOST_ROWS if all(o * w <= MOST_SHARED for o, w in shapes) else TILE_ROWS))
 
 
 def _check_squares(squares: torch.Tensor, data: torch.Tensor) -> None:
@@ -130,6 +135,10 @@ def _check_sum(
     checks.not_the_same("scaled", scaled, "residual", residual)
     _check_squares(squares, residual)
     checks.no_overlap("squares", squares)
+    for name, written in (("residual", residual), ("scaled", scaled)):
+        checks.not_the_same("squares", squares, name, written)
+    for name, written in (("residual", residual), ("scaled", scaled), ("squares", squares)):
+        checks.not_read(name, written, "x", x)
     checks.has_shape("norm_weight", norm_weight, residual.shape[-1])
     checks.same_dtype("norm_weight", norm_weight, residual)
     checks.same_device("norm_weight", norm_weight, residual)
@@ -182,18 +191,6 @@ def _sum_reference(
     squares.copy_(_sums_of_squares(checks.wide(residual)))
 
 
-def _factor(squares: torch.Tensor, width: int, eps: float) -> torch.Tensor:
-    return torch.rsqrt(squares.sum(-1, keepdim=True) / width + eps)
-
-
-def _product(
-    x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    product = checks.wide(LINEAR.providers["ref"](x, weight))
-    product = product * _factor(squares.to(product.dtype), x.shape[-1], eps)
-    return (product if bias is None else product + bias).to(x.dtype)
-
-
 def _reference(
     x: torch.Tensor,
     squares: torch.Tensor,
@@ -201,7 +198,10 @@ def _reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    return _product(x, squares, weight, bias, eps)
+    product = checks.wide(LINEAR.providers["ref"](x, weight))
+    mean = squares.to(product.dtype).sum(-1, keepdim=True) / max(x.shape[-1], 1)
+    product = product * torch.rsqrt(mean + eps)
+    return (product if bias is None else product + bias).to(x.dtype)
 
 
 def _swiglu_reference(
@@ -211,7 +211,7 @@ def _swiglu_reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    gated: torch.Tensor = SILU_AND_MUL.reference(_product(x, squares, weight, bias, eps))
+    gated: torch.Tensor = SILU_AND_MUL.reference(_reference(x, squares, weight, bias, eps))
     return gated
 
 
@@ -232,7 +232,8 @@ def _sum_composition(
     compute: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     total = _rounded(LINEAR_ADD_.composition(residual, x, weight, bias, compute=compute), x.dtype, compute)
-    return total, total * norm_weight.to(compute), _sums_of_squares(total)
+    parts = [part.pow(2).sum(-1) for part in total.split(64, -1)]
+    return total, total * norm_weight.to(compute), torch.stack(parts, -1)
 
 
 def _composition(
@@ -245,7 +246,8 @@ def _composition(
     compute: torch.dtype,
 ) -> torch.Tensor:
     product = _rounded(torch.einsum("...i,oi->...o", x.to(compute), weight.to(compute)), x.dtype, compute)
-    scaled = product * _factor(squares.to(compute), x.shape[-1], eps)
+    mean = torch.einsum("...p->...", squares.to(compute)) / max(x.shape[-1], 1)
+    scaled = product / torch.sqrt(mean + eps)[..., None]
     return scaled if bias is None else scaled + bias.to(compute)
 
 
@@ -283,11 +285,13 @@ def _sum_inputs(make: Make, num_tokens: int, in_features: int, out_features: int
     return residual, make.randn(num_tokens, out_features, salt=5), squares, x, weight, norm_weight, added
 
 
-def _inputs(make: Make, num_tokens: int, in_features: int, out_features: int, bias: bool = False) -> Args:
+def _inputs(
+    make: Make, num_tokens: int, in_features: int, out_features: int, bias: bool = False, eps: float = 1e-6
+) -> Args:
     """Sums about as large as those of x, but not x's own: on two devices these would differ by a rounding."""
     x, weight, added = LINEAR.inputs(make, num_tokens, in_features, out_features, bias)
     squares = SQUARES_PART * (1 + make.randn(squares_parts(in_features), num_tokens, scale=0.2, salt=6)).abs()
-    return x, squares.float().t(), weight, added, 1e-6
+    return x, squares.float().t(), weight, added, eps
 
 
 # The kernel takes 9 to 256 rows, widths that are multiples of 8, and outputs of 16.
@@ -308,8 +312,12 @@ def _workloads(*shapes: tuple[str, int, int]) -> dict[str, dict[str, int]]:
     }
 
 
-def _define(name: str, schema: str, fake: Callable[..., Any], **parts: Any) -> Any:
-    return define(name, schema, fake=fake, sweep=_SWEEP, **parts)
+# An eps that counts as much as the squares.
+_SCALED_SWEEP: list[dict[str, Any]] = [*_SWEEP, {"num_tokens": 17, "in_features": 200, "out_features": 80, "eps": 0.5}]
+
+
+def _define(name: str, schema: str, fake: Callable[..., Any], sweep: Sequence[Mapping[str, Any]], **parts: Any) -> Any:
+    return define(name, schema, fake=fake, sweep=sweep, **parts)
 
 
 LINEAR_ADD_SCALE_ = _define(
@@ -317,6 +325,7 @@ LINEAR_ADD_SCALE_ = _define(
     "(Tensor(a!) residual, Tensor(b!) scaled, Tensor(c!) squares, Tensor x, Tensor weight, Tensor norm_weight, "
     "Tensor? bias=None) -> ()",
     lambda residual, scaled, squares, x, weight, norm_weight, bias=None: None,
+    _SWEEP,
     reference=_sum_reference,
     cost=_sum_cost,
     composition=_sum_composition,
@@ -328,6 +337,7 @@ SCALED_LINEAR = _define(
     "scaled_linear",
     "(Tensor x, Tensor squares, Tensor weight, Tensor? bias=None, float eps=1e-6) -> Tensor",
     lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    _SCALED_SWEEP,
     reference=_reference,
     cost=_cost,
     composition=_composition,
@@ -339,6 +349,7 @@ SCALED_SWIGLU = _define(
     "scaled_swiglu",
     "(Tensor x, Tensor squares, Tensor weight, Tensor? bias=None, float eps=1e-6) -> Tensor",
     lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0] // 2),
+    _SCALED_SWEEP,
     reference=_swiglu_reference,
     cost=_swiglu_cost,
     composition=_swiglu_composition,

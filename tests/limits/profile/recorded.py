@@ -9,6 +9,7 @@ from rooflight.limits.profile.step import Recorded
 from rooflight.limits.profile.timeline import Launch, Span
 from rooflight.limits.scenario import Scenario
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import Recipe
 
 FEW = (
     "void rooflight::(anonymous namespace)::few_rows_linear<__nv_bfloat16, 8, 2, (rooflight::Prologue){}, "
@@ -72,12 +73,16 @@ TWO_KERNELS = {**FEW_ROWS, "qk_norm_rope_attention_": (FLOAT, ROPE, RING)}  # wh
 
 
 def steps_of(
-    config: ModelConfig, scenario: Scenario, kernels: Mapping[str, tuple[str, ...]], steps: int
+    config: ModelConfig,
+    scenario: Scenario,
+    kernels: Mapping[str, tuple[str, ...]],
+    steps: int,
+    recipe: Recipe | None = None,
 ) -> list[tuple[str, str]]:
     """(kernel, operator as tables name it) of a launch, in order."""
     found = [(name, "runner") for name in (UPLOAD, *BEFORE)]
     for _ in range(steps):
-        for item in placed_calls(config, scenario):
+        for item in placed_calls(config, scenario, recipe):
             found += [(name, name_of(item.call)) for name in kernels[item.call.operator]]
         if scenario.step.phase == "decode":
             found.append((ADVANCE, "advance_decode_"))
@@ -101,7 +106,8 @@ def recording(
     steps: int = 8,
     launches: int = 2,
     us: float = 2.0,
+    recipe: Recipe | None = None,
 ) -> Recorded:
-    names = [name for name, _ in steps_of(config, scenario, kernels, steps)]
+    names = [name for name, _ in steps_of(config, scenario, kernels, steps, recipe)]
     found = [launch_of(names, begin=1e6 * index, us=us) for index in range(launches)]
     return Recorded(tuple(found), steps, wall_us=found[0].span_us / steps * 1.25, host_calls=3.0)

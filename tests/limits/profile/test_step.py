@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from rooflight.limits.profile.step import Recorded, profile_step
 from rooflight.limits.scenario import Scenario
 from rooflight.limits.trace import Step
 from rooflight.models.load import load_config
+from rooflight.models.recipe import Recipe, on_gpu
 from tests.limits.profile import recorded
-from tests.limits.profile.recorded import FEW_ROWS, MANY_ROWS, launch_of, recording, steps_of
+from tests.limits.profile.recorded import FEW_ROWS, MANY_ROWS, SOME_ROWS, launch_of, recording, steps_of
 
 QWEN = load_config("random:qwen3-0.6b")
 DECODE = Scenario(Step("decode", 1, 1024), "h200")
@@ -77,6 +79,23 @@ def test_an_operator_of_several_kernels_is_one_row() -> None:
     assert (gate_up.calls, gate_up.kernels, gate_up.measured_us) == (28, 84, pytest.approx(168))
     own = {k.name: k.count for k in found.kernels if k.operator == "rms_norm_swiglu gate_up"}
     assert own == {"rms_norm_in_registers": 28, recorded.NVJET: 28, "silu_and_mul": 28}
+
+
+def test_norms_between_products_are_those_that_ran() -> None:
+    """On Hopper with its kernel, on other cards, and where the decoder's recipe says so."""
+
+    def rows(gpu: str, kernels: Mapping[str, tuple[str, ...]], recipe: Recipe | None = None) -> dict[str, float]:
+        scenario = Scenario(Step("decode", 64, 1024), gpu)
+        seen = recording(QWEN, scenario, kernels, recipe=recipe)
+        found = profile_step("q", QWEN, scenario, seen, recipe=recipe)
+        return {row.name: row.kernels for row in found.rows}
+
+    hopper, ampere = rows("h200", SOME_ROWS), rows("a100", MANY_ROWS)
+    assert (hopper["linear_add_scale_ o"], hopper["scaled_swiglu gate_up"], hopper["scaled_linear qkv"]) == (28, 28, 27)
+    assert (ampere["linear_add_ o"], ampere["rms_norm_swiglu gate_up"]) == (56, 84)
+    assert not [name for name in ampere if "scale" in name]
+    without = rows("h200", MANY_ROWS, replace(on_gpu(QWEN.dtype, True), scaled=False))
+    assert without == ampere
 
 
 def test_a_prompt() -> None:

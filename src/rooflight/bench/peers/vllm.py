@@ -44,6 +44,7 @@ class VllmContender:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             gpu_memory_utilization=SHARE,
+            max_num_batched_tokens=room.max_num_batched_tokens,  # as ours; None is its own choice
             generation_config="vllm",  # not the checkpoint's sampling
             seed=0,
         )

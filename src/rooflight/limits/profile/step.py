@@ -14,6 +14,7 @@ from rooflight.limits.profile.owners import ADVANCE, RUNNER, kind_of, owners
 from rooflight.limits.profile.timeline import Launch
 from rooflight.limits.scenario import Scenario
 from rooflight.models.config import ModelConfig
+from rooflight.models.recipe import Recipe
 
 AROUND = (ADVANCE, RUNNER)  # what the runner adds to the model's operators; nobody counts their bytes
 
@@ -127,11 +128,19 @@ class StepProfile:
 
 
 def profile_step(
-    model: str, config: ModelConfig, scenario: Scenario, recorded: Recorded, laws: Mapping[Key, Law] | None = None
+    model: str,
+    config: ModelConfig,
+    scenario: Scenario,
+    recorded: Recorded,
+    laws: Mapping[Key, Law] | None = None,
+    recipe: Recipe | None = None,
 ) -> StepProfile:
-    """Join what was recorded to what `explain` says of the scenario. ValueError where no launch is a whole one."""
-    found = explain(model, config, scenario)
-    placed = placed_calls(config, scenario)
+    """Join what was recorded to what `explain` says of the scenario. ValueError where no launch is a whole one.
+
+    recipe: of the decoder that ran; None: what serves on such a card.
+    """
+    found = explain(model, config, scenario, recipe)
+    placed = placed_calls(config, scenario, recipe)
     whole = _whole(recorded.launches, recorded.steps)
     steps = recorded.steps * len(whole)
     names = [name_of(item.call) for item in placed]
