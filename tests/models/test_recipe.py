@@ -127,8 +127,13 @@ def test_norms_of_tens_of_rows_are_shared_by_two_products() -> None:
     config = load_config("random:qwen3-0.6b")
     names = "rms_norm_linear", "scaled_linear", "linear_add_", "linear_add_scale_", "rms_norm_swiglu", "scaled_swiglu"
 
-    def found(batch: int, dtype: torch.dtype = torch.bfloat16, width: int = config.intermediate_size) -> list[int]:
-        model = replace(config, intermediate_size=width)
+    def found(
+        batch: int,
+        dtype: torch.dtype = torch.bfloat16,
+        width: int = config.intermediate_size,
+        hidden: int = config.hidden_size,
+    ) -> list[int]:
+        model = replace(config, intermediate_size=width, hidden_size=hidden)
         calls = Counter(call.operator for call in trace(model, Step("decode", batch, 100), on_gpu(dtype, True)))
         return [calls[name] for name in names]
 
@@ -136,6 +141,8 @@ def test_norms_of_tens_of_rows_are_shared_by_two_products() -> None:
     assert [found(batch) for batch in (1, 8, 9, 64, 256, 257)] == [apart, apart, shared, shared, shared, apart]
     assert found(64, torch.float16) == found(64, torch.float32) == apart
     assert on_gpu(torch.bfloat16, False) == replace(on_gpu(torch.bfloat16, True), scaled=False)
+    assert found(64, hidden=2560) == shared
+    assert found(64, hidden=2568) == apart
     larger = 2 * config.intermediate_size
     assert [found(batch, width=larger) for batch in (64, 65)] == [shared, apart]
 

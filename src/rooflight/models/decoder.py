@@ -37,6 +37,7 @@ from rooflight.models.rope_table import rope_table
 from rooflight.models.shapes import parameter_shapes
 
 Scaled = tuple[torch.Tensor, torch.Tensor]  # of a residual, what `ops.linear_add_scale_` leaves for the next product
+WIDEST_SCALED = 2560  # with a residual of 4,096 elements a norm by itself is faster (docs/lab)
 
 
 class Linear(nn.Module):
@@ -80,9 +81,9 @@ class DecoderLayer(nn.Module):
         self.q_width = config.num_heads * config.head_dim
         self.window = config.sliding_windows[index]
         wide, inner = config.hidden_size, config.intermediate_size
-        self.scaled_rows = ops.scaled_rows(  # of a step that shares norms between products
-            ((self.packed_heads * config.head_dim, wide), (wide, self.q_width), (2 * inner, wide), (wide, inner))
-        )
+        shapes = (self.packed_heads * config.head_dim, wide), (wide, self.q_width), (2 * inner, wide), (wide, inner)
+        # Of a step that shares norms between products.
+        self.scaled_rows = ops.scaled_rows(shapes) if wide <= WIDEST_SCALED else range(0)
         self.communicator = communicator
         self.qkv, self.o, self.gate_up, self.down = Linear(), Linear(), Linear(), Linear()
         self.register_parameter("q_norm", None)
