@@ -99,12 +99,17 @@ def _request_row(row: Data) -> list[str]:
     ]
 
 
-def _small_steps() -> dict[tuple[str, int, int], str] | None:
-    """Output tokens a second by engine, requests and prompt, of the cases that were run with small steps too."""
+def _small_steps(beside: Data) -> Data | None:
+    """Throughput with small steps, if it was recorded by the same run as what it stands beside."""
     data = load(SMALL_STEPS)
-    if data is None:
+    if data is None or any(data["setup"][name] != beside["setup"][name] for name in ("model", "dtype")):
         return None
-    return {(r["engine"], r["requests"], r["prompt_tokens"]): spread(r["tokens_per_s"], 0) for r in data["rows"]}
+    same = all(data["environment"][name] == beside["environment"][name] for name in ("commit", "device", "date"))
+    return data if same else None
+
+
+def _case_of(row: Data) -> tuple[str, int, int, int]:
+    return row["engine"], row["requests"], row["prompt_tokens"], row["max_tokens"]
 
 
 def throughput_table() -> str:
@@ -113,13 +118,13 @@ def throughput_table() -> str:
     if data is None:
         return ""
     rows = []
-    small = _small_steps()
+    small = _small_steps(data)
+    others = {_case_of(row): spread(row["tokens_per_s"], 0) for row in small["rows"]} if small else {}
     for row in data["rows"]:
         case = f"{row['requests']:,} × ({row['prompt_tokens']:,} in, {row['max_tokens']:,} out)"
         figures = [spread(row["tokens_per_s"], 0), f"{row['limit_tokens_per_s']:,.0f}", f"{row['of_limit']:.0%}"]
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        if small is not None:
-            figures.append(small.get((row["engine"], row["requests"], row["prompt_tokens"]), ""))
+        figures += [others.get(_case_of(row), "")] * (small is not None)
         rows.append([case, row["engine"], *figures, f"{row['wall_s']['median']:.2f}", ratio])
     header = ["requests", f"engine, {data['setup']['dtype']}", "output tok/s", "limit", "of limit"]
     header += ["in small steps"] * (small is not None) + ["seconds"]
@@ -131,7 +136,7 @@ def throughput_table() -> str:
     peers = any(row["ratio"] is not None for row in data["rows"])
     header += ["ours over its"] * peers
     if small is not None:
-        tokens = load(SMALL_STEPS)["setup"]["max_num_batched_tokens"]  # type: ignore[index]
+        tokens = small["setup"]["max_num_batched_tokens"]
         note += f"In small steps: output tok/s with {tokens:,} tokens a step, where prompts take several. "
     note += "" if peers else NO_PEER
     rows = [row[: len(header)] for row in rows]

@@ -93,6 +93,16 @@ def test_engines_take_turns_with_room_for_the_largest_case() -> None:
     assert given == Room(20, 5, 2, 64)
 
 
+def test_a_step_holds_the_prompts_of_the_largest_case_up_to_a_limit() -> None:
+    def step(*given: Case, **options: Any) -> int | None:
+        return CaseSetup("random:tiny", given, **options).room.max_num_batched_tokens
+
+    assert step(Case(3, 16, 4), Case(2, 30, 4)) == 60
+    assert step(Case(1024, 512, 128)) == cases.GPU_STEP
+    assert step(Case(1024, 512, 128), max_num_batched_tokens=77) == 77
+    assert step(Case(3, 16, 4), device="cpu") is None
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_rates_limits_and_ratios() -> None:
     report = measured(FakeEngines(speed={"vllm": 1.5}))

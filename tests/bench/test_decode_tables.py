@@ -120,6 +120,10 @@ def test_throughput_in_small_steps(tables: Any, tmp_path: Path) -> None:
     assert lines[2].split(" | ")[5] == ""
     assert lines[3].split(" | ")[5] == f"{small.rows[0].tokens_per_s.median:,.0f}"
     assert "In small steps: output tok/s with 16,384 tokens a step, where prompts take several." in lines[5]
+    other = small.as_data()
+    other["environment"] = {**other["environment"], "commit": "another"}
+    results.write(tmp_path / "small_steps", "throughput", other)
+    assert "small steps" not in tables.throughput_table()
 
 
 def test_without_a_peer_there_is_no_column_for_one(tables: Any, tmp_path: Path) -> None:

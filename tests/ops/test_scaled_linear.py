@@ -62,6 +62,28 @@ def test_memory_that_is_shared_is_refused(written: str, other: str, device: str)
     assert all(map(torch.equal, before, given.values()))
 
 
+def test_memory_is_compared_by_bytes() -> None:
+    """Sums are FP32 beside BF16: the same element of one buffer is another byte."""
+    buffer = torch.ones(4096, dtype=torch.uint8)
+
+    def view(first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return buffer[first : first + count * dtype.itemsize].view(dtype).view(-1, 1)
+
+    half, one = torch.bfloat16, torch.ones(1, 1, dtype=torch.bfloat16)
+    x, residual, scaled = (view(first, 9, half) for first in (512, 1024, 1536))
+    squares = view(2048, 9, torch.float32)
+    assert squares.storage_offset() == view(1024, 9, half).storage_offset()
+    ops.linear_add_scale_(residual, scaled, squares, x, one, one[0])
+    with pytest.raises(ValueError, match="squares must not be x"):
+        ops.linear_add_scale_(residual, scaled, view(512, 9, torch.float32), x, one, one[0])
+
+
+def test_a_residual_is_not_its_own_product() -> None:
+    residual = torch.ones(9, 4)
+    with pytest.raises(ValueError, match="residual must not be x"):
+        ops.linear_add_(residual, residual, torch.ones(4, 4))
+
+
 def test_rows_that_the_kernel_takes() -> None:
     assert ops.scaled_rows([(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]) == range(9, 257)
     assert ops.scaled_rows([(6160, 1024), (64, 64)]) == range(9, 65)

@@ -69,7 +69,11 @@ GPU_CASES = (Case(8, 128, 128), Case(64, 128, 128), Case(256, 512, 128), Case(10
 
 @dataclass(frozen=True)
 class CaseSetup:
-    """What is measured. max_num_seqs, max_num_batched_tokens, num_pages: of ours; None is what the cases need."""
+    """What is measured.
+
+    max_num_seqs, num_pages: of ours; None is what the cases need. max_num_batched_tokens: of a step; None is on a GPU
+    what the prompts of the largest case take, up to GPU_STEP.
+    """
 
     model: str | None
     cases: tuple[Case, ...] = GPU_CASES
@@ -98,7 +102,7 @@ class CaseSetup:
 
     @property
     def _step(self) -> int:
-        return min(GPU_STEP, max(case.requests * max(case.prompt_tokens, 1) for case in self.cases))
+        return min(GPU_STEP, max(case.requests * case.prompt_tokens for case in self.cases))
 
     @property
     def room(self) -> Room:

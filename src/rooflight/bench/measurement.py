@@ -43,8 +43,8 @@ class Busy:
 class Room:
     """What an engine must have room for; None leaves it to the engine, and a peer may choose more than what is asked.
 
-    max_model_len: tokens of a prompt and its answer. num_pages: of our KV cache. max_num_seqs, max_num_batched_tokens:
-    of a step of ours.
+    max_model_len: tokens of a prompt and its answer. num_pages: of our KV cache. max_num_seqs: of ours.
+    max_num_batched_tokens: of a step; ours takes fewer where memory is short.
     """
 
     max_model_len: int | None = None

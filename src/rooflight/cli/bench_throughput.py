@@ -74,7 +74,11 @@ def throughput(
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Most tokens of a step.", show_default="512, on a GPU the prompts of a case"),
+        typer.Option(
+            metavar="N",
+            help="Most tokens of a step; on a GPU fewer where memory is short.",
+            show_default="512, on a GPU the largest case's prompts, up to 131072",
+        ),
     ] = None,
     num_pages: Annotated[
         int | None,

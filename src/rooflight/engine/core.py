@@ -145,11 +145,11 @@ class Engine:
             if not self._due:
                 self._run()
             while self._due:
-                request, report, now, count = self._due.popleft()
+                request, report, now, together = self._due.popleft()
                 if self._aborts:
                     self._drop_aborted()
                 if not request.ended:
-                    chunk = self._advance(request, report, now, count)
+                    chunk = self._advance(request, report, now, together)
                     if chunk is not None:
                         self._chunks.append((request.group.id, chunk))
             self._drop_aborted()
@@ -254,21 +254,20 @@ class Engine:
                 self._chunks.append((request.group.id, self._deliver(request, chunk, now)))
                 self._drop_aborted()
 
-    def _advance(self, request: Request, report: TokenLogprobs | None, now: float, count: int) -> Chunk | None:
+    def _advance(self, request: Request, report: TokenLogprobs | None, now: float, together: int) -> Chunk | None:
         """Deliver the next token that a sequence got, and end its request if it must; None if nobody looks.
 
-        count: so many of a request that `is_quiet`, all but the last of which change nothing else.
+        together: tokens that are delivered at once; more than one only of a request that `is_quiet`.
         """
         if request.group.later:
             self._begin_later(request.group)
         sequence = request.sequence
-        request.shown += count - 1
-        self._recorder.tokens(count - 1)
+        request.shown += together - 1
         token = sequence.tokens[sequence.num_prompt + request.shown]
         shows = token != ops.NO_TOKEN and sequence.params.max_tokens > 0  # or it ran for its prompt's sake
         if shows:
             request.shown += 1
-            self._recorder.tokens(1)
+        self._recorder.tokens(together - 1 + shows)
         try:
             chunk = self._chunk(request, token, report, now)
         except Exception as error:  # whatever a tokenizer raises ends with the request it is about

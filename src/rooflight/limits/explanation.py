@@ -163,9 +163,14 @@ def explain(model: str, config: ModelConfig, scenario: Scenario, recipe: Recipe 
 
 
 def placed_calls(config: ModelConfig, scenario: Scenario, recipe: Recipe | None = None) -> list[Placed]:
-    """Every call of a step in order, of the decoder that a GPU runs; of several GPUs, the one with collectives."""
-    if recipe is None:
-        recipe = on_gpu(config.dtype, ceilings(scenario.gpu).scales) if scenario.tp == 1 else PLAIN
+    """Every call of a step in order, of the decoder that a GPU runs; of several GPUs, the one with collectives.
+
+    recipe: of the decoder of a GPU alone; None: what serves on such a card.
+    """
+    if scenario.tp > 1:
+        recipe = PLAIN
+    elif recipe is None:
+        recipe = on_gpu(config.dtype, ceilings(scenario.gpu).scales)
     return place(_traced(config, scenario.step, recipe), scenario, config)
 
 

@@ -88,17 +88,22 @@ def logit_rows(logits: torch.Tensor, halves: bool = False, **rows: tuple[torch.T
 
 
 def not_the_same(argument: str, tensor: torch.Tensor, name: str, other: torch.Tensor) -> None:
-    """Two arguments that are both written must not begin at the same element; slices of one buffer are fine."""
-    same_storage = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]
-    if same_storage and tensor.storage_offset() == other.storage_offset() and tensor.numel():
+    """Two arguments that are both written must not begin at the same byte; slices of one buffer are fine."""
+    if _begin_together(tensor, other):
         fail(argument, f"not share {name}'s memory, since both are written", "the same memory")
 
 
 def not_read(argument: str, tensor: torch.Tensor, name: str, other: torch.Tensor) -> None:
     """An argument that is written must not begin where one begins that is read meanwhile."""
-    same_storage = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]
-    if same_storage and tensor.storage_offset() == other.storage_offset() and other.numel():
+    if _begin_together(tensor, other):
         fail(argument, f"not be {name}, which is read meanwhile", "the same memory")
+
+
+def _begin_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if not torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
+        return False
+    begins = [t.storage_offset() * t.element_size() for t in (tensor, other)]
+    return begins[0] == begins[1] and tensor.numel() > 0 and other.numel() > 0
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,7 @@ def _check_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     checks.has_shape("weight", weight, residual.shape[-1], x.shape[-1])
     _check_product(x, weight, bias)
     checks.no_overlap("residual", residual)
+    checks.not_read("residual", residual, "x", x)
 
 
 def _norm_product(

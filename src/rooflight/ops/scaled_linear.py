@@ -137,7 +137,7 @@ def _check_sum(
     checks.no_overlap("squares", squares)
     for name, written in (("residual", residual), ("scaled", scaled)):
         checks.not_the_same("squares", squares, name, written)
-    for name, written in (("residual", residual), ("scaled", scaled), ("squares", squares)):
+    for name, written in (("scaled", scaled), ("squares", squares)):
         checks.not_read(name, written, "x", x)
     checks.has_shape("norm_weight", norm_weight, residual.shape[-1])
     checks.same_dtype("norm_weight", norm_weight, residual)

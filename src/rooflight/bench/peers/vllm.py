@@ -1,8 +1,8 @@
 """vLLM as a contender: compiled, with CUDA graphs, its engine in this process, which is its faster set-up.
 
 Written for vLLM 0.23. Token ids in, token ids out: no tokenizer is loaded and nothing is turned into text. Its own
-defaults decide how many requests run together and how many tokens a step has. Of random models it gets the config
-alone, and makes up weights of its own ("dummy").
+defaults decide how many requests run together, and how many tokens a step has unless the bench asks for some. Of
+random models it gets the config alone, and makes up weights of its own ("dummy").
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VllmContender:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             gpu_memory_utilization=SHARE,
-            max_num_batched_tokens=room.max_num_batched_tokens,  # as ours; None is its own choice
+            max_num_batched_tokens=room.max_num_batched_tokens,  # as ours, where memory lets ours; None: its own choice
             generation_config="vllm",  # not the checkpoint's sampling
             seed=0,
         )
