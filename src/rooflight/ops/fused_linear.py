@@ -12,7 +12,7 @@ are the parts one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -231,10 +231,11 @@ _SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(
 ]
 
 
-def _workloads(*shapes: tuple[str, int, int]) -> dict[str, dict[str, int]]:
+def projections(*shapes: tuple[str, int, int], rows: Sequence[int] = (1, 8, 64)) -> dict[str, dict[str, int]]:
+    """Workloads of so many rows each; shapes: name, in_features, out_features."""
     return {
         f"qwen3-0.6b {name} {tokens}": {"num_tokens": tokens, "in_features": i, "out_features": o}
-        for tokens in (1, 8, 64)
+        for tokens in rows
         for name, i, o in shapes
     }
 
@@ -252,7 +253,7 @@ RMS_NORM_LINEAR = _define(
     composition=_composition,
     inputs=_inputs,
     check=_check,
-    workloads=_workloads(("qkv", 1024, 4096), ("head", 1024, 151936)),
+    workloads=projections(("qkv", 1024, 4096), ("head", 1024, 151936)),
 )
 RMS_NORM_SWIGLU = _define(
     "rms_norm_swiglu",
@@ -263,7 +264,7 @@ RMS_NORM_SWIGLU = _define(
     composition=_swiglu_composition,
     inputs=_inputs,
     check=_check_swiglu,
-    workloads=_workloads(("gate_up", 1024, 6144)),
+    workloads=projections(("gate_up", 1024, 6144)),
 )
 LINEAR_ADD_ = _define(
     "linear_add_",
@@ -274,7 +275,7 @@ LINEAR_ADD_ = _define(
     composition=_add_composition,
     inputs=_add_inputs,
     check=_check_add,
-    workloads=_workloads(("o", 2048, 1024), ("down", 3072, 1024)),
+    workloads=projections(("o", 2048, 1024), ("down", 3072, 1024)),
 )
 # A weight packed for a CPU has a dispatch key of its own; the product inside chooses by it.
 for _operator in (RMS_NORM_LINEAR, RMS_NORM_SWIGLU, LINEAR_ADD_):

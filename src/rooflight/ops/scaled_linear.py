@@ -13,7 +13,7 @@ has brought near to one: BF16 has the range for it, FP16 may not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from rooflight.ops import checks
 from rooflight.ops.activation import SILU_AND_MUL
 from rooflight.ops.contract import Args, Cost, Make, define
-from rooflight.ops.fused_linear import LINEAR_ADD_
+from rooflight.ops.fused_linear import LINEAR_ADD_, projections
 from rooflight.ops.linear import LINEAR
 
 SQUARES_PART = 64  # elements of a row whose squares have one sum
@@ -304,58 +304,47 @@ _SWEEP = [{"num_tokens": n, "in_features": 64, "out_features": 48, "bias": bool(
 ]
 
 
-def _workloads(*shapes: tuple[str, int, int]) -> dict[str, dict[str, int]]:
-    return {
-        f"qwen3-0.6b {name} {tokens}": {"num_tokens": tokens, "in_features": i, "out_features": o}
-        for tokens in (16, 64, 256)
-        for name, i, o in shapes
-    }
-
-
+_ROWS = (16, 64, 256)  # of the workloads
 # An eps that counts as much as the squares.
 _SCALED_SWEEP: list[dict[str, Any]] = [*_SWEEP, {"num_tokens": 17, "in_features": 200, "out_features": 80, "eps": 0.5}]
 
 
-def _define(name: str, schema: str, fake: Callable[..., Any], sweep: Sequence[Mapping[str, Any]], **parts: Any) -> Any:
-    return define(name, schema, fake=fake, sweep=sweep, **parts)
-
-
-LINEAR_ADD_SCALE_ = _define(
+LINEAR_ADD_SCALE_ = define(
     "linear_add_scale_",
     "(Tensor(a!) residual, Tensor(b!) scaled, Tensor(c!) squares, Tensor x, Tensor weight, Tensor norm_weight, "
     "Tensor? bias=None) -> ()",
-    lambda residual, scaled, squares, x, weight, norm_weight, bias=None: None,
-    _SWEEP,
+    fake=lambda residual, scaled, squares, x, weight, norm_weight, bias=None: None,
+    sweep=_SWEEP,
     reference=_sum_reference,
     cost=_sum_cost,
     composition=_sum_composition,
     inputs=_sum_inputs,
     check=_check_sum,
-    workloads=_workloads(("o", 2048, 1024), ("down", 3072, 1024)),
+    workloads=projections(("o", 2048, 1024), ("down", 3072, 1024), rows=_ROWS),
 )
-SCALED_LINEAR = _define(
+SCALED_LINEAR = define(
     "scaled_linear",
     "(Tensor x, Tensor squares, Tensor weight, Tensor? bias=None, float eps=1e-6) -> Tensor",
-    lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    _SCALED_SWEEP,
+    fake=lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    sweep=_SCALED_SWEEP,
     reference=_reference,
     cost=_cost,
     composition=_composition,
     inputs=_inputs,
     check=_check_product,
-    workloads=_workloads(("qkv", 1024, 4096)),
+    workloads=projections(("qkv", 1024, 4096), rows=_ROWS),
 )
-SCALED_SWIGLU = _define(
+SCALED_SWIGLU = define(
     "scaled_swiglu",
     "(Tensor x, Tensor squares, Tensor weight, Tensor? bias=None, float eps=1e-6) -> Tensor",
-    lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0] // 2),
-    _SCALED_SWEEP,
+    fake=lambda x, squares, weight, bias=None, eps=1e-6: x.new_empty(*x.shape[:-1], weight.shape[0] // 2),
+    sweep=_SCALED_SWEEP,
     reference=_swiglu_reference,
     cost=_swiglu_cost,
     composition=_swiglu_composition,
     inputs=_inputs,
     check=_check_swiglu,
-    workloads=_workloads(("gate_up", 1024, 6144)),
+    workloads=projections(("gate_up", 1024, 6144), rows=_ROWS),
 )
 # A weight packed for a CPU has a dispatch key of its own; the product inside chooses by it.
 for _operator in (LINEAR_ADD_SCALE_, SCALED_LINEAR, SCALED_SWIGLU):
